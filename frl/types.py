@@ -82,12 +82,20 @@ class Optimizer(NamedTuple):
     update: Callable[[Params, PyTree, Params, Mapping[str, Tensor]], tuple[Params, PyTree]]
 
 
-class Normalizer(NamedTuple):
-    """A triple of pure functions for running observation statistics."""
+def _as_it_is(state: PyTree, dtype: Any) -> PyTree:
+    return state
 
-    init: Callable[[], PyTree]
-    update: Callable[[PyTree, Tensor, Tensor], PyTree]
+
+class Normalizer(NamedTuple):
+    """Pure functions for running observation statistics: ``init(device=None)``, ``update(state, obs, mask)``, ``apply(state or view, obs)``.
+
+    ``prepare(state, dtype)`` gives the view that ``apply`` takes most cheaply: what does not change during a rollout is computed once before it.
+    """
+
+    init: Callable[..., PyTree]
+    update: Callable[..., PyTree]
     apply: Callable[[PyTree, Tensor], Tensor]
+    prepare: Callable[[PyTree, Any], PyTree] = _as_it_is
 
 
 class Algorithm(NamedTuple):

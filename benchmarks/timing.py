@@ -1,0 +1,138 @@
+"""What the benchmarks share: worker processes, alternating blocks, medians with their spread, and one JSON line for each result.
+
+Whatever is compared runs in a process of its own: the number of threads is a property of a process, and Inductor bakes it into its kernels. A worker
+warms up, says that it is ready, and then waits on a pipe. The parent asks one worker at a time for one block of work, in an order that turns round after every
+round, so that a disturbance or a drift of the machine meets all of them alike and never two of them run at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+
+
+# -- the parent's side ---------------------------------------------------------------------------------------------------------------------------
+
+
+class Worker:
+    """A process that runs blocks of work on request.
+
+    Args:
+        arguments: script and its arguments. ``--started SECONDS`` is added: the moment of the start, as ``time.time()``, for :func:`serve`.
+        threads: number of threads, set in the environment before the process starts.
+        environment: more variables.
+
+    Attributes:
+        ready: what the worker said when its warm-up was over.
+    """
+
+    def __init__(self, arguments: Sequence[str], threads: int, environment: Mapping[str, str] | None = None) -> None:
+        variables = {**os.environ, **{name: str(threads) for name in THREAD_VARIABLES}, **(environment or {})}
+        command = [sys.executable, *arguments, "--started", repr(time.time())]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables)
+        self.ready = self._read()
+
+    def block(self) -> float:
+        """Run one block and return its rate [1/s]."""
+        self._process.stdin.write("block\n")
+        self._process.stdin.flush()
+        return self._read()["rate"]
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        self._process.wait()
+
+    def _read(self) -> dict[str, Any]:
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"a worker ended with exit status {self._process.wait()}; its message is above")
+        return json.loads(line)
+
+
+def alternate(workers: Mapping[Any, Worker], rounds: int) -> dict[Any, list[float]]:
+    """``rounds`` blocks of every worker, one at a time, forwards and backwards in turn: ``{name: rates}``."""
+    rates: dict[Any, list[float]] = {name: [] for name in workers}
+    for i in range(rounds):
+        for name in list(workers) if i % 2 == 0 else reversed(list(workers)):
+            rates[name].append(workers[name].block())
+    return rates
+
+
+def spread(values: Sequence[float]) -> list[float]:
+    """Smallest and largest."""
+    return [min(values), max(values)]
+
+
+def best(rates: Mapping[Any, Sequence[float]]) -> Any:
+    """The name with the highest median."""
+    return max(rates, key=lambda name: statistics.median(rates[name]))
+
+
+# -- the worker's side ---------------------------------------------------------------------------------------------------------------------------
+
+
+def serve(prepare: Callable[[], tuple[Callable[[], Any], int, dict[str, Any]]], seconds: float) -> None:
+    """Run as a worker until the parent closes the pipe.
+
+    Args:
+        prepare: does everything up to the end of the warm-up. Returns ``(call, amount, facts)``: a call does ``amount`` units of work; ``facts`` are for the parent.
+        seconds: about how long a block takes.
+    """
+    channel = os.fdopen(os.dup(1), "w")
+    # Whatever a library prints must not end up between the lines of the protocol.
+    os.dup2(2, 1)
+    call, amount, facts = prepare()
+    calls = max(2, round(seconds / _clock(call, 2)))
+    print(json.dumps(facts), file=channel, flush=True)
+    for _ in sys.stdin:
+        call()  # the caches have been another worker's meanwhile
+        print(json.dumps({"rate": amount / _clock(call, calls)}), file=channel, flush=True)
+
+
+def _clock(call: Callable[[], Any], calls: int) -> float:
+    """Seconds per call."""
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    return (time.perf_counter() - start) / calls
+
+
+# -- results -------------------------------------------------------------------------------------------------------------------------------------
+
+
+def conditions(*packages: str) -> dict[str, Any]:
+    """Where a figure comes from: versions, processor count and load (1 minute)."""
+    versions = {}
+    for name in packages:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = "absent"
+    return {"python": platform.python_version(), **versions, "cpu_count": os.cpu_count(), "loadavg": os.getloadavg()[0]}
+
+
+def emit(row: Mapping[str, Any], out: str | None = None) -> None:
+    """Print one JSON line, floats to 5 digits, and append it to the file ``out``."""
+    line = json.dumps(_short(dict(row)))
+    print(line, flush=True)
+    if out:
+        with open(out, "a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, dict):
+        return {name: _short(x) for name, x in value.items()}
+    return [_short(x) for x in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,93 @@
+"""Checkpoints: one safetensors file with every tensor of the training state by key path and JSON metadata in its header.
+
+Loading can never run code. A file is written beside its place, synced and renamed, so that a crash leaves the one before. Everything is compared before anything is
+returned, and every mismatch is listed by key path.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from frl import tree
+from frl.types import PyTree
+
+SCHEMA_VERSION = 1
+
+
+class CheckpointError(ValueError):
+    """A file that is missing, damaged, of another kind, or does not fit."""
+
+
+def save_checkpoint(path: str | Path, state: PyTree, metadata: dict[str, Any]) -> Path:
+    """Write ``state`` (a pytree of tensors) and JSON ``metadata`` to ``path`` atomically."""
+    from safetensors.torch import save
+
+    path = Path(path)
+    tensors = {name: x.detach().cpu().contiguous().clone() for name, x in tree.items(state) if isinstance(x, Tensor)}
+    text = json.dumps({"schema_version": SCHEMA_VERSION, **metadata}, allow_nan=True)
+    data = save(tensors, metadata={"frl": text})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return path
+
+
+def read_checkpoint(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """``({key path: tensor}, metadata)`` of a file.
+
+    Raises:
+        CheckpointError: the file is missing, is not a checkpoint of this package, or is damaged.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    path = Path(path)
+    if not path.is_file():
+        raise CheckpointError(f"checkpoint {path} does not exist")
+    if path.suffix in (".pt", ".pth"):
+        raise CheckpointError(f"{path} is a pickled checkpoint, which can run code when loaded and is not read; frl checkpoints end in .safetensors")
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            header = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        metadata = json.loads(header["frl"])
+    except (SafetensorError, KeyError, json.JSONDecodeError, OSError) as error:
+        raise CheckpointError(f"{path} is damaged or not a checkpoint of frl ({type(error).__name__}: {error})") from error
+    version = metadata.get("schema_version")
+    if version != SCHEMA_VERSION or isinstance(version, bool):
+        raise CheckpointError(f"{path} has schema version {version!r}, this version reads {SCHEMA_VERSION}")
+    return tensors, metadata
+
+
+def restore(tensors: dict[str, Tensor], like: PyTree, *, what: str = "checkpoint") -> PyTree:
+    """A tree of the structure of ``like`` with the tensors of a file.
+
+    Raises:
+        CheckpointError: lists every key path that is missing, unexpected, or of another shape or dtype.
+    """
+    expected = {name: x for name, x in tree.items(like) if isinstance(x, Tensor)}
+    try:
+        tree.check_same(dict(sorted(tensors.items())), dict(sorted(expected.items())), what)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+    structure = tree.structure(like)
+    return tree.unflatten(structure, [tensors[name].to(device=x.device) if isinstance(x, Tensor) else x for name, x in tree.items(like)])
+
+
+def device_of(like: PyTree) -> torch.device:
+    """Device of the first tensor of a tree."""
+    return next(x.device for x in tree.leaves(like) if isinstance(x, Tensor))

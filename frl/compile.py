@@ -1,0 +1,437 @@
+"""The one seam for compilation: everything else is plain functions that also run eagerly.
+
+Two things are offered. ``jit(fn)`` compiles a pure function of pytrees for use outside differentiation. ``make_kernel`` compiles one differentiable step as a
+pair of raw callables, forward (outputs and saved values) and backward (saved values and cotangents), so that a time loop can call them without
+guards, dispatch or an autograd engine per step; ``frl.scan`` is built on it.
+
+Modes: ``"inductor"`` (the compiler behind ``torch.compile``: AOTAutograd, then Inductor), ``"aot_eager"`` (the same capture and partition, run without
+Inductor: fast to compile, for tests), ``"dynamo"`` (``torch.compile`` itself, differentiated by the autograd engine: the fallback that uses public
+interfaces only) and ``"eager"`` (no capture: the oracle). Where the C++ tool chain is missing or a torch release has moved the interfaces, one warning
+is given and the function runs eagerly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from frl import tree
+
+MODES = ("inductor", "aot_eager", "dynamo", "eager")
+
+_graphs = 0
+_seconds = 0.0
+_warned = False
+_broken = False
+
+
+def graph_count() -> int:
+    """Number of graphs compiled so far in this process; constant after warm-up."""
+    return _graphs
+
+
+def compile_seconds() -> float:
+    """Wall-clock seconds spent compiling so far in this process."""
+    return _seconds
+
+
+def check_mode(mode: str) -> str:
+    """``mode`` itself, or ``ValueError`` that lists the known ones."""
+    if mode not in MODES:
+        raise ValueError(f"unknown compile mode {mode!r} (known: {', '.join(MODES)})")
+    return mode
+
+
+def allow_in_graph(fn: Callable) -> Callable:
+    """Mark ``fn`` so that ``torch.compile`` records a call of it as one node instead of tracing into it."""
+    from torch._dynamo import allow_in_graph as allow
+
+    return allow(fn)
+
+
+def is_tracing() -> bool:
+    """Whether ``torch.compile`` is tracing the caller."""
+    return torch.compiler.is_compiling()
+
+
+def is_transformed(x: Tensor) -> bool:
+    """Whether ``x`` carries history of a ``torch.func`` transform or of autograd, so that a compiled call would lose it.
+
+    A wrapper of ``grad`` or ``vjp`` that is not tracked (a constant touched inside the transform) carries none; :func:`plain` takes it off.
+    """
+    functorch = torch._C._functorch
+    if x.requires_grad:
+        return True
+    if not functorch.is_functorch_wrapped_tensor(x):
+        return False
+    if any(level.key() == functorch.TransformType.Jvp for level in functorch.get_interpreter_stack() or ()):
+        return True
+    while functorch.is_gradtrackingtensor(x):
+        x = functorch.get_unwrapped(x)
+        if x.requires_grad:
+            return True
+    return functorch.is_functorch_wrapped_tensor(x)
+
+
+def plain(x: Tensor) -> Tensor:
+    """The tensor below wrappers that carry no history (see :func:`is_transformed`)."""
+    while torch._C._functorch.is_gradtrackingtensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return x
+
+
+@contextlib.contextmanager
+def below_transforms() -> Iterator[None]:
+    """Run plain tensors through compiled code as if no ``torch.func`` transform were active (they carry no history, so nothing is lost)."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        yield
+        return
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    with temporarily_clear_interpreter_stack():
+        yield
+
+
+def _signature(leaves: Sequence[Any]) -> tuple:
+    return tuple((x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x for x in leaves)
+
+
+def _in_clean_thread(fn: Callable[[], Any]) -> Any:
+    """Run ``fn`` in a thread of its own: capture must not see the caller's transform levels, grad mode or autocast."""
+    box: list[Any] = []
+    threads = torch.get_num_threads()
+
+    def run() -> None:
+        try:
+            # A new thread starts with its own OpenMP team size; kernels bake it in.
+            torch.set_num_threads(threads)
+            box.append((True, fn()))
+        except BaseException as error:  # noqa: BLE001
+            box.append((False, error))
+
+    thread = threading.Thread(target=run, name="frl-compile")
+    thread.start()
+    thread.join()
+    ok, value = box[0]
+    if ok:
+        return value
+    raise value
+
+
+def _fall_back(error: BaseException, what: str) -> None:
+    global _warned, _broken
+    _broken = True
+    if not _warned:
+        _warned = True
+        text = str(error).strip().splitlines()
+        warnings.warn(
+            f"frl could not compile {what} and runs it eagerly from now on ({type(error).__name__}: {text[0] if text else ''}). "
+            "A C++ compiler (g++ or clang++) is needed for speed; results are the same.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def _fresh(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Contiguous outputs that share no storage with an input or with each other: raw kernels know nothing of aliasing."""
+    seen = {id(x) for x in inputs}
+    result = []
+    for y in outputs:
+        z = y.contiguous()
+        base = z._base if z._is_view() else None
+        if id(z) in seen or (base is not None) or any(z is x for x in inputs):
+            z = z.clone(memory_format=torch.contiguous_format)
+        seen.add(id(z))
+        result.append(z)
+    return result
+
+
+class _Timer:
+    def __enter__(self) -> None:
+        import time
+
+        self.start = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        import time
+
+        global _seconds, _graphs
+        _seconds += time.perf_counter() - self.start
+        _graphs += 1
+
+
+def _inductor(graph: Any, examples: Sequence[Tensor], *, backward: bool = False, inference: bool = False) -> Callable[[list], Sequence]:
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    outputs = next(iter(reversed(graph.graph.nodes)))
+    outputs.meta["user_visible_output_idxs"] = list(range(len(outputs.args[0])))
+    with config.patch(size_asserts=False, alignment_asserts=False), torch.no_grad():
+        code = compile_fx_inner(graph, examples, is_backward=backward, is_inference=inference)
+    return getattr(code, "current_callable", None) or code
+
+
+def _boxed(graph: Any) -> Callable[[list], Sequence]:
+    def call(args: list) -> Sequence:
+        return graph(*args)
+
+    return call
+
+
+def _fake(tensors: Sequence[Tensor]) -> list[Tensor]:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode = FakeTensorMode()
+    return [mode.from_tensor(x.detach()) for x in tensors]
+
+
+def _decompositions() -> dict:
+    from torch._inductor.decomposition import select_decomp_table
+
+    return dict(select_decomp_table())
+
+
+class Kernel:
+    """One function of a flat list of tensors, compiled for given shapes.
+
+    Args:
+        fn: list of tensors -> list of tensors, pure.
+        examples: tensors with the shapes, dtypes and devices of the inputs.
+        needs: for each input whether the backward is to return its gradient.
+        mode: see the module.
+
+    Attributes:
+        out_needs: for each output whether it depends differentiably on an input that needs a gradient; ``backward`` takes cotangents for these only.
+    """
+
+    def __init__(self, fn: Callable[[list[Tensor]], Sequence[Tensor]], examples: Sequence[Tensor], needs: Sequence[bool], mode: str) -> None:
+        self.fn = fn
+        self.needs = tuple(needs)
+        self.mode = check_mode(mode)
+        with below_transforms():
+            self.examples = [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in examples]
+        self.out_needs = output_needs(fn, self.examples, self.needs)
+        self._forward: Callable[[list], Sequence] | None = None
+        self._backward: Callable[[list], Sequence] | None = None
+        self._infer: Callable[[list], Sequence] | None = None
+        self._dynamo: Callable | None = None
+        self._backward_graph: Any = None
+        self._n_out = len(self.out_needs)
+        self._present: list[bool] = []
+
+    # -- inference -----------------------------------------------------------------------------------------------------------------------------
+    def infer(self, inputs: list[Tensor]) -> Sequence[Tensor]:
+        """Outputs alone, without a graph."""
+        if self._infer is None:
+            self._infer = self._make_infer()
+        return self._infer(inputs)
+
+    def _make_infer(self) -> Callable[[list], Sequence]:
+        if self.mode == "eager" or _broken:
+            return self._eager_infer
+        if self.mode == "dynamo":
+            return torch.no_grad()(self._torch_compile())
+        try:
+            with _Timer():
+                return _in_clean_thread(self._capture_infer)
+        except Exception as error:  # noqa: BLE001
+            _fall_back(error, getattr(self.fn, "__name__", "a step"))
+            return self._eager_infer
+
+    def _eager_infer(self, inputs: list[Tensor]) -> Sequence[Tensor]:
+        with torch.no_grad():
+            return _fresh(self.fn(list(inputs)), inputs)
+
+    def _capture_infer(self) -> Callable[[list], Sequence]:
+        from torch._functorch.aot_autograd import aot_export_joint_simple
+
+        def flat(*args: Tensor) -> list[Tensor]:
+            return _fresh(self.fn(list(args)), args)
+
+        graph = aot_export_joint_simple(flat, tuple(self.examples), trace_joint=False, decompositions=_decompositions() if self.mode == "inductor" else None)
+        if self.mode == "aot_eager":
+            return _boxed(graph)
+        return _inductor(graph, _fake(self.examples), inference=True)
+
+    def _torch_compile(self) -> Callable:
+        if self._dynamo is None:
+            fn = self.fn
+
+            def step(inputs: list[Tensor]) -> list[Tensor]:
+                return [y.contiguous() for y in fn(inputs)]
+
+            global _graphs
+            _graphs += 1
+            self._dynamo = torch.compile(step, fullgraph=True, dynamic=False)
+        return self._dynamo
+
+    # -- differentiable ------------------------------------------------------------------------------------------------------------------------
+    def forward(self, inputs: list[Tensor]) -> tuple[Sequence[Tensor], Any]:
+        """``(outputs, saved)``; ``saved`` may be used by ``backward`` any number of times."""
+        if self._forward is None:
+            self._make_differentiable()
+        if self._backward_graph is None:
+            return self._engine_forward(inputs)
+        assert self._forward is not None
+        values = self._forward(inputs)
+        return values[: self._n_out], values[self._n_out :]
+
+    def backward(self, saved: Any, cotangents: list[Tensor]) -> Sequence[Tensor]:
+        """Gradients of the inputs that need one, in order."""
+        if self._backward_graph is None:
+            return self._engine_backward(saved, cotangents)
+        if self._backward is None:
+            try:
+                with _Timer():
+                    self._backward = _in_clean_thread(lambda: self._compile_backward([*saved, *cotangents]))
+            except Exception as error:  # noqa: BLE001
+                _fall_back(error, "a backward step")
+                self._backward = _boxed(self._backward_graph)
+        grads = self._backward([*saved, *cotangents])
+        if all(self._present):
+            return grads
+        # An input that is never read has no gradient in the graph; its gradient is zero.
+        wanted = [x for x, need in zip(self.examples, self.needs, strict=True) if need]
+        values = iter(grads)
+        return [next(values) if present else torch.zeros_like(x) for x, present in zip(wanted, self._present, strict=True)]
+
+    def _make_differentiable(self) -> None:
+        if self.mode in ("eager", "dynamo") or _broken:
+            self._forward = _boxed(None)
+            return
+        try:
+            with _Timer():
+                self._forward, self._backward_graph = _in_clean_thread(self._capture_joint)
+        except Exception as error:  # noqa: BLE001
+            _fall_back(error, getattr(self.fn, "__name__", "a step"))
+            self._forward = _boxed(None)
+
+    def _capture_joint(self) -> tuple[Callable[[list], Sequence], Any]:
+        from torch._functorch.aot_autograd import aot_export_joint_simple
+        from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+        def flat(*args: Tensor) -> list[Tensor]:
+            outputs = _fresh(self.fn(list(args)), args)
+            return [y if need else y.detach().clone() for y, need in zip(outputs, self.out_needs, strict=True)]
+
+        examples = tuple(x.detach().requires_grad_(need) for x, need in zip(self.examples, self.needs, strict=True))
+        with torch.enable_grad():
+            joint = aot_export_joint_simple(flat, examples, trace_joint=True, decompositions=_decompositions() if self.mode == "inductor" else None)
+        forward, backward = min_cut_rematerialization_partition(joint, None, num_fwd_outputs=self._n_out)
+        self._align(forward, backward)
+        if self.mode == "aot_eager":
+            self._backward = _boxed(backward)
+            return _boxed(forward), backward
+        return _inductor(forward, _fake(self.examples)), backward
+
+    def _align(self, forward: Any, backward: Any) -> None:
+        """Order the forward's saved outputs as the backward's placeholders (saved values by name, then cotangents)."""
+        out = next(iter(reversed(forward.graph.nodes)))
+        values = list(out.args[0])
+        saved = {node.name: node for node in values[self._n_out :]}
+        names = [node.name for node in backward.graph.nodes if node.op == "placeholder"]
+        wanted = [name for name in names if "tangents" not in name]
+        order = [saved[name] for name in wanted]
+        if names != wanted + [name for name in names if "tangents" in name]:
+            raise RuntimeError("the backward's placeholders are not saved values followed by cotangents")
+        out.args = ((*values[: self._n_out], *order),)
+        forward.recompile()
+        results = list(next(iter(reversed(backward.graph.nodes))).args[0])
+        wanted = [node for node, need in zip(results, self.needs, strict=True) if need]
+        self._present = [node is not None for node in wanted]
+        end = backward.graph.output_node()
+        kept = []
+        for node in wanted:
+            if node is None:
+                continue
+            if not node.meta["val"].is_contiguous():
+                # This step's gradient is the next call's cotangent, and a compiled backward reads every argument with the strides it was compiled for.
+                with backward.graph.inserting_before(end):
+                    value = node.meta["val"]
+                    node = backward.graph.call_function(torch.ops.aten.clone.default, (node,), {"memory_format": torch.contiguous_format})
+                    node.meta["val"] = value.contiguous()
+            kept.append(node)
+        end.args = (tuple(kept),)
+        backward.recompile()
+        if not any("tangents" in name for name in names):
+            raise RuntimeError("the backward takes no cotangents")
+
+    def _compile_backward(self, examples: Sequence[Tensor]) -> Callable[[list], Sequence]:
+        return _inductor(self._backward_graph, _fake(examples), backward=True)
+
+    # -- the autograd engine -------------------------------------------------------------------------------------------------------------------
+    def _engine_forward(self, inputs: list[Tensor]) -> tuple[Sequence[Tensor], Any]:
+        fn = self._torch_compile() if self.mode == "dynamo" and not _broken else self.fn
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_(need) for x, need in zip(inputs, self.needs, strict=True)]
+            outputs = list(fn(list(leaves)))
+        return [y.detach() for y in _fresh(outputs, leaves)], (leaves, outputs)
+
+    def _engine_backward(self, saved: Any, cotangents: list[Tensor]) -> Sequence[Tensor]:
+        leaves, outputs = saved
+        wanted = [x for x, need in zip(leaves, self.needs, strict=True) if need]
+        roots = [y for y, need in zip(outputs, self.out_needs, strict=True) if need]
+        grads = torch.autograd.grad(roots, wanted, cotangents, retain_graph=True, allow_unused=True)
+        return [torch.zeros_like(x) if g is None else g for g, x in zip(grads, wanted, strict=True)]
+
+
+def output_needs(fn: Callable[[list[Tensor]], Sequence[Tensor]], examples: Sequence[Tensor], needs: Sequence[bool]) -> tuple[bool, ...]:
+    """For each output of ``fn`` whether it depends differentiably on an input marked in ``needs`` (found by running it once on ``examples``)."""
+
+    def run() -> tuple[bool, ...]:
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_(need) for x, need in zip(examples, needs, strict=True)]
+            return tuple(bool(y.requires_grad) for y in fn(leaves))
+
+    return _in_clean_thread(run)
+
+
+def jit(fn: Callable, *, mode: str = "inductor") -> Callable:
+    """Compile a pure function of pytrees of tensors; other leaves are static.
+
+    The compiled function is called when no argument is under a ``torch.func`` transform or recorded by autograd; otherwise ``fn`` itself runs, so a jitted function can be differentiated and mapped
+    like the original. One graph for each combination of tree structure, shapes, dtypes, devices and static leaves.
+
+    Args:
+        fn: pure function; positional arguments and result are pytrees.
+        mode: see the module.
+
+    Returns:
+        A function of the same signature, with the original as ``.eager``.
+    """
+    check_mode(mode)
+    cache: dict[Any, tuple[Kernel, list]] = {}
+
+    def call(*args: Any) -> Any:
+        leaves, structure = tree.flatten(args)
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        if mode == "eager" or is_tracing() or any(is_transformed(x) for x in tensors):
+            return fn(*args)
+        key = (structure, _signature(leaves))
+        if key not in cache:
+            out_structure: list = []
+
+            def flat(inputs: list[Tensor]) -> list[Tensor]:
+                values = iter(inputs)
+                result = fn(*tree.unflatten(structure, [next(values) if isinstance(x, Tensor) else x for x in leaves]))
+                out_leaves, out = tree.flatten(result)
+                out_structure[:] = [out]
+                return out_leaves
+
+            flat.__name__ = getattr(fn, "__name__", "fn")
+            cache[key] = (Kernel(flat, tensors, [False] * len(tensors), mode), out_structure)
+        kernel, out_structure = cache[key]
+        with below_transforms():
+            values = kernel.infer([plain(x).contiguous() for x in tensors])
+        return tree.unflatten(out_structure[0], values)
+
+    call.eager = fn  # type: ignore[attr-defined]
+    call.__name__ = getattr(fn, "__name__", "fn")
+    call.__doc__ = fn.__doc__
+    return call

@@ -1,0 +1,79 @@
+"""Names of environments: register, list, build.
+
+Built-in environments are imported when they are asked for. Other packages add theirs with ``register_learning_env``, through the entry-point group ``frl.envs``, or by being listed under
+``trainer.imports`` in a run file.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from frl.envs.env import Env
+from frl.envs.vector import VecEnv, make_vec_env
+from frl.registry import Registry
+
+_REGISTRY = Registry("environment", group="frl.envs")
+_ALIASES = {"pointmassrl": "point_mass"}
+
+
+def register_learning_env(name: str, factory: Callable[..., Any] | None = None, *, override: bool = False) -> Any:
+    """Register an environment factory under a case-insensitive name, directly or as a decorator.
+
+    The factory takes the keys of ``learning_env.cfg`` and returns an :class:`~frl.envs.env.Env` of one row. A factory that names ``num_envs`` (and ``device``)
+    in its signature gets them too and may return a vector environment itself.
+
+    Raises:
+        ValueError: the name is taken and ``override`` is false.
+    """
+    return _REGISTRY.register(name, factory, override=override)
+
+
+def get_registered_learning_env_names() -> list[str]:
+    """Sorted names of the registered environments."""
+    return _REGISTRY.names()
+
+
+def get_learning_env_factory(name: str) -> Callable[..., Any]:
+    """The factory under ``name``; ``ValueError`` that lists the names otherwise."""
+    return _REGISTRY.get(_ALIASES.get(name.lower(), name) if isinstance(name, str) else name)
+
+
+def build_learning_env(name: str, *, num_envs: int = 1, device: torch.device | str = "cpu", **cfg: Any) -> Any:
+    """Build ``num_envs`` rows of a registered environment.
+
+    Args:
+        name: registered name, case-insensitive.
+        num_envs: N.
+        device: where states live.
+        **cfg: passed to the factory.
+
+    Returns:
+        A :class:`~frl.envs.vector.VecEnv`, or what the factory made itself.
+
+    Raises:
+        ValueError: for an unknown name, ``num_envs`` below 1, or a value that the factory refuses.
+        TypeError: for a key that the factory does not take (the message lists those it takes).
+    """
+    factory = get_learning_env_factory(name)
+    names = inspect.signature(factory).parameters
+    open_ended = any(p.kind == inspect.Parameter.VAR_KEYWORD for p in names.values())
+    unknown = sorted(set(cfg) - set(names))
+    if unknown and not open_ended:
+        raise TypeError(f"environment {name!r} takes no {unknown[0]!r} (known: {', '.join(names) or 'none'})")
+    own = {key: value for key, value in (("num_envs", num_envs), ("device", torch.device(device))) if key in names}
+    built = factory(**cfg, **own)
+    return make_vec_env(built, num_envs, device) if isinstance(built, Env) else built
+
+
+def _builtin(name: str) -> None:
+    module = importlib.import_module(f"frl.envs.{name}")
+    register_learning_env(name, getattr(module, name))
+
+
+for _name in ("point_mass", "double_integrator", "pendulum"):
+    _builtin(_name)

@@ -1,0 +1,229 @@
+"""Evaluation: play an exact number of episodes with a fixed policy and report every one of them.
+
+Each row plays its own quota, so that short episodes are not over-represented; quotas differ by at most one and add up to the number asked for. The
+normalizer is frozen and nothing of the training state changes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from numbers import Integral
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from frl import compile as compiler
+from frl import rng
+from frl.envs.vector import VecEnv
+from frl.rollout import make_unroll
+from frl.types import Normalizer, Params, PyTree
+
+MODES = ("per_env_quota", "first_n")
+_DOMAIN = 0x6576616C  # keeps the episodes of an evaluation seed apart from training with the same seed
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationResult:
+    """What an evaluation found.
+
+    Attributes:
+        metrics: ``eval/avg_reward``, ``eval/avg_length``, ``eval/success_rate`` (NaN when the environment reports no success), ``eval/metrics/<name>``, standard deviations
+            ``eval/std_reward``, and the half-width ``eval/ci95_reward`` of a 95 % confidence interval of the mean.
+        returns: ``[episodes]`` undiscounted.
+        lengths: ``[episodes]`` steps.
+        rows: ``[episodes]`` the row that played it.
+        truncated: ``[episodes]`` ended by the time limit alone.
+        success: ``[episodes]`` or ``None``.
+        values: ``{name: [episodes]}`` the environment's metrics at the last step.
+        unfinished: episodes asked for that the step cap cut off.
+    """
+
+    metrics: dict[str, float]
+    returns: np.ndarray
+    lengths: np.ndarray
+    rows: np.ndarray
+    truncated: np.ndarray
+    success: np.ndarray | None
+    values: dict[str, np.ndarray] = field(default_factory=dict)
+    unfinished: int = 0
+
+    @property
+    def episodes(self) -> int:
+        return len(self.returns)
+
+
+def _count(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} must be a positive integer, got {value!r}")
+    if value < 1:
+        raise ValueError(f"{name} must be a positive integer, got {value!r}")
+    return int(value)
+
+
+def make_evaluator(
+    env: VecEnv,
+    policy: Any,
+    normalizer: Normalizer | None = None,
+    *,
+    deterministic: bool = True,
+    clip_actions: bool = False,
+    mode: str = "per_env_quota",
+    max_steps: int | None = None,
+    chunk: int = 50,
+    dtype: torch.dtype = torch.float32,
+    compile_mode: str = "inductor",
+) -> Callable[..., EvaluationResult]:
+    """Build ``evaluate(params, norm_state, *, num_episodes, seed, env_params=None, on_step=None) -> EvaluationResult``.
+
+    Args:
+        env: rows to play on; they need not be those of training.
+        policy, normalizer: as trained.
+        deterministic: act by the mode of the distribution.
+        clip_actions: as in training.
+        mode: ``"per_env_quota"``, or ``"first_n"``: the first episodes to finish (over-represents short ones; for comparison with other systems).
+        max_steps: cap on vector steps; needed for an environment without a time limit. Episodes cut off by it are reported as unfinished, never dropped silently.
+        chunk: vector steps between looks at the results.
+        dtype: of the noise.
+        compile_mode: a mode of :mod:`frl.compile`.
+
+    Raises:
+        TypeError, ValueError: for bad counts, an unknown mode, or an environment without any limit.
+    """
+    if mode not in MODES:
+        raise ValueError(f"evaluation mode must be one of {', '.join(MODES)}, got {mode!r}")
+    if max_steps is not None:
+        max_steps = _count("max_steps", max_steps)
+    limit = env.env.spec.max_episode_steps
+    if limit is None and max_steps is None:
+        raise ValueError(f"environment {env.env.spec.name!r} has no time limit, so an episode may never end; pass max_steps")
+    chunk = min(_count("chunk", chunk), limit or chunk)
+    unroll = make_unroll(env, policy, normalizer, record=("metrics",), deterministic=deterministic, clip_actions=clip_actions, horizon=chunk, mode=compile_mode)
+    begin = compiler.jit(lambda key, env_params: env.reset(env.row_keys(key), env_params), mode=compile_mode)
+
+    def evaluate(
+        params: Params,
+        norm_state: PyTree = (),
+        *,
+        num_episodes: int,
+        seed: int | Tensor = 0,
+        env_params: PyTree = None,
+        on_step: Callable[[dict[str, Any]], None] | None = None,
+    ) -> EvaluationResult:
+        num_episodes = _count("num_episodes", num_episodes)
+        key = seed.to(env.device) if isinstance(seed, Tensor) else rng.fold_in(rng.key(seed, env.device), _DOMAIN)
+        k_env, k_noise = rng.split(key, 2)
+        env_params = env.default_params if env_params is None else env_params
+        rows = env.num_envs
+        quota = np.full(rows, num_episodes // rows) + (np.arange(rows) < num_episodes % rows)
+        longest = math.inf if limit is None else limit * (int(quota.max()) if mode == "per_env_quota" else num_episodes)
+        cap = min(longest, math.inf if max_steps is None else max_steps)
+        state = begin(k_env, env_params)
+        finished = np.zeros(rows, dtype=np.int64)
+        found: dict[str, list[np.ndarray]] = {}
+        played, total = 0, 0
+        with torch.no_grad():
+            while played < cap and total < num_episodes:
+                if deterministic:
+                    noise = torch.zeros(chunk, rows, policy.action_dim, dtype=dtype, device=env.device)
+                else:
+                    noise = policy.noise(rng.fold_in(k_noise, played), chunk, rows, dtype=dtype)
+                state, trajectory = unroll(params, norm_state, state, env_params, noise)
+                host = {name: x.cpu().numpy() for name, x in trajectory.metrics.items()}
+                host["truncated"] = (trajectory.truncated & ~trajectory.terminated).cpu().numpy()
+                done = (trajectory.terminated | trajectory.truncated).cpu().numpy()
+                done = done[: int(min(chunk, cap - played))]
+                if on_step is not None:
+                    for t in range(len(done)):
+                        on_step({"done": done[t], **{name: x[t] for name, x in host.items()}})
+                order = finished + done.cumsum(0)
+                if mode == "per_env_quota":
+                    taken = done & (order <= quota)
+                else:
+                    taken = done & ((done.ravel().cumsum() <= num_episodes - total).reshape(done.shape))
+                finished = order[-1]
+                t, row = np.nonzero(taken)
+                found.setdefault("row", []).append(row)
+                for name, values in host.items():
+                    found.setdefault(name, []).append(values[t, row])
+                total += len(t)
+                played += len(done)
+        episodes = {name: np.concatenate(parts) for name, parts in found.items()}
+        return _summarise(episodes, num_episodes - total)
+
+    return evaluate
+
+
+def _summarise(episodes: dict[str, np.ndarray], unfinished: int) -> EvaluationResult:
+    returns, lengths = episodes["episode_return"].astype(np.float64), episodes["episode_length"]
+    success = episodes["success"].astype(bool) if "success" in episodes else None
+    n = len(returns)
+
+    def mean(x: np.ndarray | None) -> float:
+        return float(np.mean(x)) if x is not None and n else math.nan
+
+    std = float(np.std(returns, ddof=1)) if n > 1 else math.nan
+    metrics = {
+        "eval/avg_reward": mean(returns),
+        "eval/avg_length": mean(lengths),
+        "eval/success_rate": mean(success),
+        "eval/std_reward": std,
+        "eval/ci95_reward": 1.96 * std / math.sqrt(n) if n > 1 else math.nan,
+        "eval/episodes": float(n),
+        "eval/unfinished": float(unfinished),
+    }
+    named = {k: v for k, v in episodes.items() if k not in ("row", "truncated", "episode_return", "episode_length", "success", "nonfinite")}
+    metrics.update({f"eval/metrics/{name}": mean(values) for name, values in named.items()})
+    return EvaluationResult(
+        metrics=metrics,
+        returns=returns,
+        lengths=lengths,
+        rows=episodes["row"],
+        truncated=episodes["truncated"],
+        success=success,
+        values=named,
+        unfinished=unfinished,
+    )
+
+
+_recent: OrderedDict[tuple, tuple[tuple, Callable[..., EvaluationResult]]] = OrderedDict()
+
+
+def evaluate_episodes(
+    *,
+    policy: Any,
+    params: Params,
+    env: VecEnv,
+    num_episodes: int,
+    seed: int | Tensor = 0,
+    normalizer: Normalizer | None = None,
+    norm_state: PyTree = (),
+    env_params: PyTree = None,
+    on_step: Callable[[dict[str, Any]], None] | None = None,
+    **options: Any,
+) -> EvaluationResult:
+    """Play exactly ``num_episodes`` episodes; :func:`make_evaluator` with its options, built once for the same env, policy and normalizer.
+
+    Args:
+        policy, params, normalizer, norm_state: as trained.
+        env: rows to play on.
+        num_episodes: positive integer.
+        seed: int, or a key; the same seed gives the same episodes.
+        env_params: other than the environment's defaults.
+        on_step: called with the numpy values of every vector step.
+        **options: of :func:`make_evaluator`.
+    """
+    num_episodes = _count("num_episodes", num_episodes)
+    objects = (env, policy, normalizer)
+    key = (*(id(x) for x in objects), tuple(sorted(options.items(), key=lambda item: item[0])))
+    if key not in _recent:
+        # The objects are kept with the evaluator, so that an id is not used again while its entry lives.
+        _recent[key] = (objects, make_evaluator(env, policy, normalizer, **options))
+        if len(_recent) > 8:
+            _recent.popitem(last=False)
+    evaluate = _recent[key][1]
+    return evaluate(params, norm_state, num_episodes=num_episodes, seed=seed, env_params=env_params, on_step=on_step)

@@ -1,0 +1,191 @@
+"""Running mean and variance of observations as pure functions.
+
+Statistics are count, mean and sum of squared deviations in float64, merged by Chan's formula, so that any split of the data gives the same result and a large
+offset costs no digits. ``apply`` works in the dtype of the observations: a float32 observation is centred by a mean in two parts (its rounding and the rest),
+which is exact to float32 even where the mean is a million standard deviations. Statistics are constants: gradients flow through observations alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from frl.numerics import safe_div
+from frl.types import Normalizer
+
+# Beyond this magnitude the sum of squared deviations could overflow float64, which would spoil the statistics like an infinity does.
+_LARGEST = 1e145
+# Observation dtypes whose values float32 holds exactly.
+_NARROW = (torch.float16, torch.bfloat16, torch.float32, torch.uint8, torch.int8, torch.int16, torch.bool)
+
+
+class NormalizerState(NamedTuple):
+    """Statistics of the rows seen so far."""
+
+    count: Tensor  # [] float64, rows, the prior's weight included
+    mean: Tensor  # [O] float64
+    m2: Tensor  # [O] float64, sum of squared deviations from the mean
+    rejected: Tensor  # [] int64, rows left out because an element was not finite
+
+
+class NormalizerView(NamedTuple):
+    """What ``apply`` needs of a state, in one floating dtype: prepare it outside a loop."""
+
+    mean: Tensor  # [O], rounded; 0 for features that pass unchanged
+    residual: Tensor  # [O], what rounding took off the mean
+    scale: Tensor  # [O], 1 / (std + epsilon); 1 for features that pass unchanged
+    bound: Tensor | tuple[()]  # [O], largest magnitude of the output; () without a clip
+
+
+def variance(state: NormalizerState) -> Tensor:
+    """Population variance ``m2 / count``, float64 ``[O]``; 1 while nothing has been counted."""
+    return safe_div(state.m2, state.count, default=1.0)
+
+
+def merge(a: NormalizerState, b: NormalizerState) -> NormalizerState:
+    """Statistics of the rows of both, associative and, to rounding, commutative; prior counts of both are counted.
+
+    With ``d = mean_b - mean_a``: ``mean = mean_a + d n_b / n``, ``m2 = m2_a + m2_b + d^2 n_a n_b / n``.
+
+    Source: Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979.
+    """
+    total = a.count + b.count
+    share = safe_div(b.count, total)
+    delta = b.mean - a.mean
+    m2 = a.m2 + b.m2 + delta * delta * (a.count * share)
+    return NormalizerState(count=total, mean=a.mean + delta * share, m2=m2, rejected=a.rejected + b.rejected)
+
+
+def _batch(obs: Tensor, mask: Tensor | tuple[()]) -> NormalizerState:
+    """Statistics of one batch in two passes; rows that do not count enter as exact zeros."""
+    rows = obs.detach().to(torch.float64).reshape(-1, obs.shape[-1])
+    usable = (rows.abs() <= _LARGEST).all(-1)
+    wanted = torch.ones_like(usable) if isinstance(mask, tuple) else mask.expand(obs.shape[:-1]).reshape(-1)
+    keep = (wanted & usable).unsqueeze(-1)
+    count = keep.sum().to(torch.float64)
+    mean = torch.where(keep, rows, 0.0).sum(0) / count.clamp(min=1.0)
+    deviation = torch.where(keep, rows - mean, 0.0)
+    return NormalizerState(count=count, mean=mean, m2=(deviation * deviation).sum(0), rejected=(wanted & ~usable).sum())
+
+
+def _check(name: str, value: float, *, positive: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    if not math.isfinite(value) or value < 0 or (positive and value == 0):
+        raise ValueError(f"{name} must be finite and {'> 0' if positive else '>= 0'}, got {value}")
+
+
+def _check_mask(mask: Sequence[bool] | Tensor | None, size: int) -> tuple[bool, ...]:
+    if mask is None:
+        return (True,) * size
+    shape = tuple(mask.shape) if isinstance(mask, Tensor) else (len(mask),)
+    if shape != (size,):
+        raise ValueError(f"mask must have one entry for each of the {size} features, got shape {shape}")
+    return tuple(bool(flag) for flag in mask)
+
+
+def running_normalizer(
+    size: int,
+    *,
+    mask: Sequence[bool] | Tensor | None = None,
+    initial_count: float = 0.0,
+    epsilon: float = 1e-8,
+    std_floor: float = 0.0,
+    clip: float | None = None,
+    dtype: torch.dtype | None = None,
+) -> Normalizer:
+    """Normalise observations by their running statistics: ``(obs - mean) / (max(std, std_floor) + epsilon)``, clipped to ``[-clip, clip]``.
+
+    A feature whose denominator is 0 (constant so far, with ``epsilon`` and ``std_floor`` 0) is centred and not scaled. A constant feature that later moves by
+    ``d`` comes out as ``d / epsilon``: set ``std_floor`` or ``clip`` where that can happen. The returned functions are
+
+    - ``init(device=None) -> state``;
+    - ``update(state, obs [..., O], mask=()) -> state``: rows with a true entry in the bool ``mask [...]`` (all for ``()``) are counted, but those with an
+      element that is not finite (or beyond 1e145), in any feature, are left out as if absent and counted in ``state.rejected``;
+    - ``apply(state, obs [..., O]) -> [..., O]``, also with a view in the place of the state;
+    - ``prepare(state, dtype) -> view``, for loops.
+
+    Args:
+        size: number of features O.
+        mask: features to normalise, all when ``None``; the others pass unchanged. Statistics cover all of them.
+        initial_count: weight, in rows, of a prior with mean 0 and variance 1.
+        epsilon: added to the standard deviation.
+        std_floor: smallest standard deviation to divide by.
+        clip: largest magnitude of a normalised feature; ``None`` for no limit.
+        dtype: output dtype; ``None`` gives floating observations their own and others float32.
+
+    Raises:
+        TypeError: an argument is not a number (``bool`` is none).
+        ValueError: an argument is out of range, or ``mask`` does not fit ``size``.
+    """
+    if isinstance(size, bool) or not isinstance(size, int):
+        raise TypeError(f"size must be an int, got {type(size).__name__}")
+    if size < 1:
+        raise ValueError(f"size must be positive, got {size}")
+    flags = _check_mask(mask, size)
+    _check("initial_count", initial_count)
+    _check("epsilon", epsilon)
+    _check("std_floor", std_floor)
+    if clip is not None:
+        _check("clip", clip, positive=True)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"dtype must be a floating torch dtype or None, got {dtype}")
+
+    def check_size(obs: Tensor) -> None:
+        if obs.ndim == 0 or obs.shape[-1] != size:
+            raise ValueError(f"the last dimension of obs must be {size}, got shape {tuple(obs.shape)}")
+
+    def init(device: torch.device | str | None = None) -> NormalizerState:
+        return NormalizerState(
+            count=torch.full((), initial_count, dtype=torch.float64, device=device),
+            mean=torch.zeros(size, dtype=torch.float64, device=device),
+            m2=torch.full((size,), initial_count, dtype=torch.float64, device=device),
+            rejected=torch.zeros((), dtype=torch.int64, device=device),
+        )
+
+    def update(state: NormalizerState, obs: Tensor, mask: Tensor | tuple[()] = ()) -> NormalizerState:
+        check_size(obs)
+        batch = _batch(obs, mask)
+        pooled = merge(state, batch)
+        # Selected rather than computed, so that an empty batch leaves every bit as it was.
+        some = batch.count > 0
+        return pooled._replace(mean=torch.where(some, pooled.mean, state.mean), m2=torch.where(some, pooled.m2, state.m2))
+
+    def prepare(state: NormalizerState, dtype: torch.dtype) -> NormalizerView:
+        mean, std = state.mean.detach(), torch.sqrt(variance(state).detach())
+        # Kept finite in the narrow dtype: the centre of a feature must come out as 0, and 0 times infinity does not.
+        scale = safe_div(torch.ones_like(std), std.clamp(min=std_floor) + epsilon, default=1.0).clamp(max=torch.finfo(dtype).max)
+        bound = () if clip is None else torch.full_like(mean, clip, dtype=dtype)
+        if not all(flags):
+            # Filled run by run: a tensor made from a Python list would be copied from the host at each call.
+            runs = [torch.full((len(list(run)),), flag, dtype=torch.bool, device=mean.device) for flag, run in groupby(flags)]
+            chosen = torch.cat(runs)
+            mean, scale = torch.where(chosen, mean, 0.0), torch.where(chosen, scale, 1.0)
+            bound = bound if isinstance(bound, tuple) else torch.where(chosen, bound, math.inf)
+        rounded = mean.to(dtype)
+        return NormalizerView(mean=rounded, residual=(mean - rounded.to(torch.float64)).to(dtype), scale=scale.to(dtype), bound=bound)
+
+    def apply(state: NormalizerState | NormalizerView, obs: Tensor) -> Tensor:
+        check_size(obs)
+        view = state if isinstance(state, NormalizerView) else prepare(state, torch.float32 if obs.dtype in _NARROW else torch.float64)
+        out = ((obs.to(torch.promote_types(obs.dtype, view.mean.dtype)) - view.mean) - view.residual) * view.scale
+        if not isinstance(view.bound, tuple):
+            out = torch.clamp(out, min=-view.bound, max=view.bound)
+        return out.to(dtype or (obs.dtype if obs.dtype.is_floating_point else torch.float32))
+
+    return Normalizer(init=init, update=update, apply=apply, prepare=prepare)
+
+
+def running_observation_normalizer(size: int, mask: Sequence[bool] | Tensor | None = None, *, initial_count: float = 1e-4) -> Normalizer:
+    """The reference's trainer-owned normaliser: a prior of 1e-4 rows, epsilon 1e-8, a feature mask, no clip."""
+    return running_normalizer(size, mask=mask, initial_count=initial_count, epsilon=1e-8)
+
+
+def empirical_normalizer(size: int, *, epsilon: float = 1e-2) -> Normalizer:
+    """The reference's policy-owned normaliser: no prior, so that the first batch replaces it, and epsilon 1e-2."""
+    return running_normalizer(size, initial_count=0.0, epsilon=epsilon)

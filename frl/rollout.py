@@ -1,0 +1,201 @@
+"""Policy and environment through time: the rollout function that APG differentiates and every other algorithm records.
+
+``make_unroll`` builds ``unroll(params, norm_state, env_state, env_params, noise) -> (env_state, Trajectory)``: pure, differentiable in ``params``, ``env_params`` and ``env_state``, and
+deterministic, since its noise is an argument. Inside, time is ``frl.scan`` and rows are the last dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from frl import compile as compiler
+from frl import tree
+from frl.envs.vector import VecEnv, VecState
+from frl.gradients import clip_adjoint, clip_adjoint_tree
+from frl.returns import alive_mask
+from frl.scan import scan
+from frl.types import Normalizer, PyTree, Trajectory
+
+FIELDS = ("obs", "final_obs", "action", "log_prob", "entropy", "metrics")
+BLOCK = 16  # steps drawn by one call when the number of steps is not known beforehand, so that any number uses the same graph
+ACTION_LIMIT = "action_adjoint_max_norm"
+STATE_LIMIT = "state_adjoint_max_norm"
+
+
+def flatten_observation(obs: PyTree, groups: Sequence[str] | None = None) -> Tensor:
+    """One row's observation as a vector: leaves in sorted key order, or the entries that ``groups`` names (dotted paths) in its order, flattened and joined."""
+    if groups is not None:
+        picked = []
+        for path in groups:
+            part = obs
+            for name in path.split("."):
+                part = part[name]
+            picked.append(part)
+        obs = tuple(picked)
+    leaves = tree.leaves(obs)
+    if len(leaves) == 1 and leaves[0].ndim == 1:
+        return leaves[0]
+    return torch.cat([x.reshape(-1) for x in leaves])
+
+
+def make_unroll(
+    vec: VecEnv,
+    policy: Any,
+    normalizer: Normalizer | None = None,
+    *,
+    record: Sequence[str] = FIELDS,
+    attach: Sequence[str] = FIELDS,
+    deterministic: bool = False,
+    clip_actions: bool = False,
+    segment_length: int | None = None,
+    adjoint_limits: Sequence[str] = (),
+    horizon: int | None = None,
+    steps_per_graph: int = 1,
+    memory: str = "save",
+    mode: str = "inductor",
+) -> Callable[..., tuple[VecState, Trajectory]]:
+    """Build the rollout function of an environment and a policy.
+
+    Args:
+        vec: N rows of an environment.
+        policy: see :mod:`frl.policies`.
+        normalizer: observation normalizer, frozen during the rollout; ``None`` for raw observations.
+        record: optional trajectory fields to compute, among ``obs, final_obs, action, log_prob, entropy, metrics``; the others are ``()``. Reward, flags and ``alive`` are always there.
+        attach: recorded fields that carry gradients (reward always does); leaving out what no loss reads saves work in the backward.
+        deterministic: act by the distribution's mode; the noise only gives the number of steps.
+        clip_actions: clamp actions to the action space before the step (gradient 0 outside, 1 at a bound); log-probabilities stay those of the sample.
+        segment_length: detach the env state every so many steps (truncated back-propagation); ``None`` never.
+        adjoint_limits: which limits of ``hyper`` to apply: ``"action_adjoint_max_norm"``, ``"state_adjoint_max_norm"``.
+        horizon: the usual number of steps: fresh states for that many are drawn by one graph. Other numbers work too, in blocks.
+        steps_per_graph: steps compiled together.
+        memory, mode: see :func:`frl.scan.scan`.
+
+    Returns:
+        ``unroll(params, norm_state, env_state, env_params, noise, *, hyper={}, probe=())``: noise is ``[T, N, A]``; ``hyper`` holds the limits as 0-d tensors; ``probe``, zeros of the noise's shape,
+        is added to the action after the adjoint clip, so that its gradient is the adjoint that reaches each action, before clipping.
+    """
+    unknown = sorted((set(record) | set(attach)) - set(FIELDS))
+    if unknown:
+        raise ValueError(f"unknown trajectory field {unknown[0]!r} (known: {', '.join(FIELDS)})")
+    if segment_length is not None and (isinstance(segment_length, bool) or segment_length < 1):
+        raise ValueError(f"segment_length must be a positive integer or None, got {segment_length!r}")
+    low, high = _bounds(vec) if clip_actions else (None, None)
+    distribution = policy.distribution
+
+    def act(params: PyTree, view: PyTree, obs: PyTree, noise: Tensor) -> dict[str, Tensor]:
+        """One row."""
+        x = flatten_observation(obs, policy.obs_groups)
+        if normalizer is not None:
+            x = normalizer.apply(view, x)
+        dist = policy.apply(params, x)
+        out = {}
+        if deterministic:
+            out["action"] = distribution.mode(dist)
+        else:
+            sample = distribution.sample(dist, noise)
+            out["action"] = sample.action
+            if "log_prob" in record:
+                out["log_prob"] = distribution.log_prob(dist, sample)
+        if "entropy" in record:
+            out["entropy"] = distribution.entropy(dist, noise)
+        return out
+
+    def step(consts: tuple, state: VecState, x: dict[str, Any]) -> tuple[VecState, dict[str, Any]]:
+        params, view, env_params, limits = consts
+        if STATE_LIMIT in limits:
+            state = state._replace(env=clip_adjoint_tree(state.env, limits[STATE_LIMIT], rows=-1))
+        obs = vec.observe(state, env_params, rows=-1)
+        out = torch.func.vmap(act, in_dims=(None, None, -1, -1))(params, view, obs, x["noise"])
+        out = tree.map(lambda v: v.movedim(0, -1), out)
+        action = out["action"]
+        if clip_actions:
+            action = torch.clamp(action, _column(low, action), _column(high, action))
+        if ACTION_LIMIT in limits:
+            action = clip_adjoint(action, limits[ACTION_LIMIT], rows=-1)
+        if "probe" in x:
+            action = action + x["probe"]
+        state, outcome = vec.step(state, action, env_params, fresh=x["fresh"], rows=-1)
+        y: dict[str, Any] = {"reward": outcome.reward, "terminated": outcome.terminated, "truncated": outcome.truncated}
+        extra = {"obs": obs, "final_obs": outcome.final_obs, "action": action, "metrics": outcome.metrics, **{k: v for k, v in out.items() if k != "action"}}
+        for name, value in extra.items():
+            if name in record:
+                y[name] = value if name in attach else tree.detach(value)
+        return state, y
+
+    def draw_block(state: VecState, env_params: PyTree, length: int) -> PyTree:
+        return tree.map(lambda x: x.movedim(1, -1), vec.draw_resets(state, length, env_params))
+
+    draw = compiler.jit(draw_block, mode=mode)
+
+    def draw_resets(state: VecState, env_params: PyTree, length: int) -> PyTree:
+        state, env_params = tree.detach(state._replace(env=())), tree.detach(env_params)
+        if length == horizon:
+            return draw(state, env_params, length)
+        blocks = []
+        for start in range(0, length, BLOCK):
+            blocks.append(draw(state, env_params, BLOCK))
+            state = state._replace(steps=state.steps + BLOCK)
+        return tree.map(lambda *x: torch.cat(x)[:length], *blocks)
+
+    def unroll(
+        params: PyTree,
+        norm_state: PyTree,
+        env_state: VecState,
+        env_params: PyTree,
+        noise: Tensor,
+        *,
+        hyper: Mapping[str, Tensor] | None = None,
+        probe: Any = (),
+    ) -> tuple[VecState, Trajectory]:
+        hyper = hyper or {}
+        length = noise.shape[0]
+        limits = {name: hyper[name] for name in adjoint_limits}
+        view = normalizer.prepare(norm_state, noise.dtype) if normalizer is not None else ()
+        consts = (params, view, vec.rows_last(env_params), limits)
+        resets = draw_resets(env_state, env_params, length)
+        xs: dict[str, Any] = {"noise": noise.movedim(1, -1).contiguous(), "fresh": resets}
+        if not (isinstance(probe, tuple) and probe == ()):
+            xs["probe"] = probe.movedim(1, -1)
+        state = tree.map(lambda x: x.movedim(0, -1), env_state)
+        size = segment_length or length
+        parts = []
+        for start in range(0, length, size):
+            if start:
+                state = tree.detach(state)
+            part = tree.map(lambda x: x[start : start + size], xs) if size < length else xs  # noqa: B023
+            state, y = scan(step, consts, state, part, unroll=steps_per_graph, memory=memory, mode=mode)
+            parts.append(y)
+        y = tree.map(lambda *leaves: torch.cat(leaves), *parts) if len(parts) > 1 else parts[0]
+        y = tree.map(lambda x: x.movedim(-1, 1), y)
+        done = y["terminated"] | y["truncated"]
+        trajectory = Trajectory(
+            obs=y.get("obs", ()),
+            final_obs=y.get("final_obs", ()),
+            action=y.get("action", ()),
+            log_prob=y.get("log_prob", ()),
+            entropy=y.get("entropy", ()),
+            reward=y["reward"],
+            terminated=y["terminated"],
+            truncated=y["truncated"],
+            alive=alive_mask(done),
+            metrics=y.get("metrics", {}),
+            initial_obs=vec.observe(env_state, env_params),
+        )
+        return tree.map(lambda x: x.movedim(-1, 0).contiguous(), state), trajectory
+
+    return unroll
+
+
+def _bounds(vec: VecEnv) -> tuple[Tensor, Tensor]:
+    space = vec.single_action_space
+    if not hasattr(space, "low") or not hasattr(space, "high"):
+        raise TypeError(f"clip_actions needs an action space with bounds, got {space}")
+    return torch.as_tensor(space.low, device=vec.device), torch.as_tensor(space.high, device=vec.device)
+
+
+def _column(bound: Any, action: Tensor) -> Tensor:
+    return bound.to(action.dtype).reshape(-1, *([1] * (action.ndim - 1)))

@@ -1,0 +1,476 @@
+"""The time loop: ``lax.scan``'s meaning, differentiable, compiled one step at a time.
+
+The whole loop is one custom ``torch.autograd.Function``, so the cost of a ``torch.func`` transform is paid once for a rollout and not once for every
+operation of every step. Inside it, a compiled step runs T times forward and its compiled backward runs T times in reverse, called directly: no guards, no
+dispatch through transforms, no autograd engine. One step is compiled, so any number of steps runs without a new compilation.
+
+Memory: ``"save"`` keeps what the backward of each step needs, O(T). ``"recompute"`` keeps the carry at about sqrt(T) boundaries and runs each stretch forward again
+before going back through it, O(sqrt(T)), with the same two compiled callables.
+
+Transforms: ``grad``, ``vjp`` (its pullback any number of times), ``jacrev``, ``vmap`` (the mapped step is compiled) and their nestings; a second derivative falls back to an eager loop; forward mode is
+refused. Under ``torch.compile`` the loop is an ordinary Python loop that the tracer unrolls.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from frl import compile as compiler
+from frl import tree
+
+Carry = TypeVar("Carry")
+MEMORY = ("save", "recompute")
+
+
+def scan(
+    step: Callable[[Any, Carry, Any], tuple[Carry, Any]],
+    params: Any,
+    carry: Carry,
+    xs: Any,
+    *,
+    unroll: int = 1,
+    memory: str = "save",
+    mode: str = "inductor",
+) -> tuple[Carry, Any]:
+    """Run ``carry, y = step(params, carry, x)`` over the leading dimension of ``xs``.
+
+    Args:
+        step: pure function of pytrees of tensors. Define it once and pass the same object again: graphs are kept by its identity.
+        params: pytree of tensors that every step sees (parameters, statistics, environment parameters). Differentiable.
+        carry: pytree of tensors; ``step`` returns one of the same structure, shapes and dtypes. Differentiable in its floating leaves.
+        xs: pytree of tensors ``[T, ...]``, T >= 1. Differentiable in its floating leaves.
+        unroll: steps compiled together (a remainder runs by single steps).
+        memory: ``"save"`` or ``"recompute"``, see the module.
+        mode: a mode of :mod:`frl.compile`; ``"eager"`` is a plain Python loop and differentiable any number of times in both directions.
+
+    Returns:
+        ``(carry, ys)``: the last carry, and the ``y`` of all steps stacked to ``[T, ...]``.
+
+    Raises:
+        ValueError: for an empty or ragged ``xs``, an unknown mode, or a step whose carry changes structure, shape or dtype.
+    """
+    compiler.check_mode(mode)
+    if memory not in MEMORY:
+        raise ValueError(f"unknown scan memory {memory!r} (known: {', '.join(MEMORY)})")
+    if isinstance(unroll, bool) or not isinstance(unroll, int) or unroll < 1:
+        raise ValueError(f"unroll must be a positive integer, got {unroll!r}")
+    length = _length(xs)
+    if mode == "eager" or compiler.is_tracing():
+        return _loop(step, params, carry, xs, length)
+    if unroll > 1 and length >= unroll:
+        whole = length - length % unroll
+        main = tree.map(lambda x: x[:whole].reshape(whole // unroll, unroll, *x.shape[1:]), xs)
+        carry, ys = _scan(_chunk(step, unroll), params, carry, main, memory, mode)
+        ys = tree.map(lambda y: y.reshape(whole, *y.shape[2:]), ys)
+        if whole == length:
+            return carry, ys
+        carry, rest = _scan(step, params, carry, tree.map(lambda x: x[whole:], xs), memory, mode)
+        return carry, tree.map(lambda a, b: torch.cat((a, b)), ys, rest)
+    return _scan(step, params, carry, xs, memory, mode)
+
+
+def _length(xs: Any) -> int:
+    leaves = tree.leaves(xs)
+    if not leaves:
+        raise ValueError("xs has no leaves, so scan does not know how many steps to run; pass at least one tensor [T, ...]")
+    lengths = {name: x.shape[0] if x.ndim else None for name, x in tree.items(xs)}
+    if len(set(lengths.values())) != 1 or None in lengths.values():
+        raise ValueError(f"every leaf of xs needs the same leading dimension T, got {lengths}")
+    length = leaves[0].shape[0]
+    if length == 0:
+        raise ValueError("scan needs at least one step, got xs with leading dimension 0")
+    return length
+
+
+def _loop(step: Callable, params: Any, carry: Any, xs: Any, length: int) -> tuple[Any, Any]:
+    ys = []
+    for t in range(length):
+        new, y = step(params, carry, tree.index(xs, t))
+        if t == 0:
+            tree.check_same(new, carry, "the carry that step returns")
+        carry = new
+        ys.append(y)
+    return carry, tree.stack(ys)
+
+
+_chunks: OrderedDict[tuple[Callable, int], Callable] = OrderedDict()
+
+
+def _chunk(step: Callable, size: int) -> Callable:
+    """``size`` steps as one step; the same object for the same arguments."""
+    key = (step, size)
+    if key not in _chunks:
+
+        def chunk(params: Any, carry: Any, xs: Any) -> tuple[Any, Any]:
+            return _loop(step, params, carry, xs, size)
+
+        _chunks[key] = chunk
+        if len(_chunks) > _CACHE_LIMIT:
+            _chunks.popitem(last=False)
+    return _chunks[key]
+
+
+# -- kernels, kept by the identity of the step ---------------------------------------------------------------------------------------------------------
+
+_CACHE_LIMIT = 256
+_plans: OrderedDict[Any, _Plan] = OrderedDict()
+_per_code: dict[Any, int] = {}
+
+
+class _Plan:
+    """A step over flat lists with its compiled kernels, for given shapes and a given set of inputs that need gradients."""
+
+    def __init__(self, flat: Callable, counts: tuple[int, int, int, int], examples: Sequence[Tensor], needs: tuple[bool, ...], memory: str, mode: str) -> None:
+        self.flat = flat  # list of tensors (params, carry, x) -> list of tensors (carry, y)
+        self.counts = counts  # leaves of params, carry, x, y
+        self.memory = memory
+        self.mode = mode
+        self.examples = [x.detach() for x in examples]
+        self.call_needs = needs
+        self.mapped: dict[tuple, _Plan] = {}
+        n_params, n_carry, _, _ = counts
+        closed = list(needs)
+        if any(needs):
+            # A carry leaf needs a gradient when any earlier step can have made it depend on something that does.
+            while True:
+                out = compiler.output_needs(flat, self.examples, closed)
+                grown = [a or b for a, b in zip(closed[n_params : n_params + n_carry], out[:n_carry], strict=True)]
+                if grown == closed[n_params : n_params + n_carry]:
+                    break
+                closed[n_params : n_params + n_carry] = grown
+        self.needs = tuple(closed)
+        self.kernel = compiler.Kernel(flat, self.examples, self.needs, mode)
+
+    @property
+    def differentiable(self) -> bool:
+        return any(self.call_needs)
+
+    def split(self, leaves: Sequence[Any]) -> tuple[list, list, list]:
+        n_params, n_carry, _, _ = self.counts
+        return list(leaves[:n_params]), list(leaves[n_params : n_params + n_carry]), list(leaves[n_params + n_carry :])
+
+    def vmapped(self, in_dims: tuple[int | None, ...], size: int) -> _Plan:
+        """The plan of the step mapped over a leading dimension of the inputs whose entry of ``in_dims`` is 0."""
+        if in_dims not in self.mapped:
+            flat, n_out = self.flat, self.counts[1] + self.counts[3]
+
+            def step(inputs: list[Tensor]) -> list[Tensor]:
+                return list(torch.func.vmap(lambda *leaves: tuple(flat(list(leaves))), in_dims=in_dims, out_dims=(0,) * n_out)(*inputs))
+
+            with compiler.below_transforms():
+                examples = [x if d is None else x.expand(size, *x.shape) for x, d in zip(self.examples, in_dims, strict=True)]
+                self.mapped[in_dims] = _Plan(step, self.counts, examples, self.call_needs, self.memory, self.mode)
+        return self.mapped[in_dims]
+
+    # The loops below see plain tensors only.
+
+    def run(self, leaves: Sequence[Tensor]) -> list[Tensor]:
+        """Forward without a graph: last carry leaves, then stacked y leaves."""
+        params, carry, xs = self.split([x.contiguous() for x in leaves])
+        rows = list(zip(*[x.unbind(0) for x in xs], strict=True))
+        n_carry = self.counts[1]
+        ys = []
+        for row in rows:
+            out = self.kernel.infer([*params, *carry, *row])
+            carry = list(out[:n_carry])
+            ys.append(out[n_carry:])
+        return [*carry, *(torch.stack(y) for y in zip(*ys, strict=True))]
+
+    def run_saving(self, leaves: Sequence[Tensor]) -> tuple[list[Tensor], _Residual]:
+        params, carry, xs = self.split([x.contiguous() for x in leaves])
+        rows = list(zip(*[x.unbind(0) for x in xs], strict=True))
+        n_carry, keep = self.counts[1], self.memory == "save"
+        stride = 1 if keep else max(1, math.isqrt(len(rows)))
+        saved: list[Any] = []
+        starts: list[list[Tensor]] = []
+        ys = []
+        forward = self.kernel.forward
+        for t, row in enumerate(rows):
+            if not keep and t % stride == 0:
+                starts.append(carry)
+            out, residual = forward([*params, *carry, *row])
+            carry = list(out[:n_carry])
+            ys.append(out[n_carry:])
+            if keep:
+                saved.append(residual)
+        outputs = [*carry, *(torch.stack(y) for y in zip(*ys, strict=True))]
+        return outputs, _Residual(params, rows, saved, starts, stride)
+
+    def pull_back(self, residual: _Residual, cotangents: Sequence[Tensor]) -> list[Tensor]:
+        """Gradients of the inputs that need one (params, carry, xs), in order."""
+        kernel = self.kernel
+        n_params, n_carry, _, _ = self.counts
+        carry_needs = self.needs[n_params : n_params + n_carry]
+        out_carry, out_y = kernel.out_needs[:n_carry], kernel.out_needs[n_carry:]
+        ct_carry = [c.contiguous() for c, need in zip(cotangents[:n_carry], carry_needs, strict=True) if need]
+        ct_ys = [c.contiguous().unbind(0) for c, need in zip(cotangents[n_carry:], out_y, strict=True) if need]
+        ct_rows: list[tuple] = list(zip(*ct_ys, strict=True)) if ct_ys else [()] * len(residual.rows)
+        # Carry leaves that need a gradient but are not an output that depends on anything (a leaf that the step replaces) take no cotangent.
+        live = [need_out for need_in, need_out in zip(carry_needs, out_carry, strict=True) if need_in]
+        n_diff_params = sum(self.needs[:n_params])
+        n_diff_carry = len(live)
+        total: list[Tensor] | None = None
+        x_grads: list[Sequence[Tensor]] = []
+        for t in reversed(range(len(residual.rows))):
+            cts = [c for c, use in zip(ct_carry, live, strict=True) if use]
+            grads = kernel.backward(residual.at(self, t), [*cts, *ct_rows[t]])
+            if total is None:
+                # Kernels may hand out one buffer for two results; sums are made in buffers of our own.
+                total = [g.clone() for g in grads[:n_diff_params]]
+            elif n_diff_params:
+                torch._foreach_add_(total, list(grads[:n_diff_params]))
+            ct_carry = [g.contiguous() for g in grads[n_diff_params : n_diff_params + n_diff_carry]]
+            x_grads.append(grads[n_diff_params + n_diff_carry :])
+        stacked = [torch.stack(g[::-1]) for g in zip(*x_grads, strict=True)]
+        # A step that passes a carry leaf through hands its cotangent back as it came; autograd wants results of our own.
+        return [*(total or []), *(g.clone() for g in ct_carry), *stacked]
+
+
+class _Residual:
+    """What the backward needs of the forward; opaque to transforms."""
+
+    def __init__(self, params: list[Tensor], rows: list[tuple], saved: list[Any], starts: list[list[Tensor]], stride: int) -> None:
+        self.params, self.rows, self.saved, self.starts, self.stride = params, rows, saved, starts, stride
+        self._stretch: list[Any] = []
+        self._stretch_start = -1
+
+    def at(self, plan: _Plan, t: int) -> Any:
+        """Saved values of step ``t``; steps are asked for in reverse."""
+        if self.saved:
+            return self.saved[t]
+        start = t - t % self.stride
+        if start != self._stretch_start:
+            self._stretch = []
+            carry, n_carry = self.starts[start // self.stride], plan.counts[1]
+            for row in self.rows[start : start + self.stride]:
+                out, residual = plan.kernel.forward([*self.params, *carry, *row])
+                carry = list(out[:n_carry])
+                self._stretch.append(residual)
+            self._stretch_start = start
+        value = self._stretch[t - start]
+        if t == start:
+            self._stretch, self._stretch_start = [], -1
+        return value
+
+
+def _scan(step: Callable, params: Any, carry: Any, xs: Any, memory: str, mode: str) -> tuple[Any, Any]:
+    p, p_tree = tree.flatten(params)
+    c, c_tree = tree.flatten(carry)
+    x, x_tree = tree.flatten(xs)
+    leaves = [*p, *c, *x]
+    for name, leaf in tree.items({"params": params, "carry": carry, "xs": xs}):
+        if not isinstance(leaf, Tensor):
+            raise ValueError(f"scan takes tensors only, got {type(leaf).__name__} at {name}; make it a 0-d tensor, or close over it if it never changes")
+    needs = tuple(leaf.is_floating_point() and compiler.is_transformed(leaf) for leaf in leaves)
+    shapes = tuple((leaf.shape if i < len(p) + len(c) else leaf.shape[1:], leaf.dtype, leaf.device) for i, leaf in enumerate(leaves))
+    key = (step, p_tree, c_tree, x_tree, shapes, needs, memory, mode)
+    found = _plans.get(key)
+    if found is None:
+        found = _make_plan(step, (p_tree, c_tree, x_tree), (len(p), len(c), len(x)), shapes, needs, memory, mode)
+        _plans[key] = found
+        if len(_plans) > _CACHE_LIMIT:
+            _plans.popitem(last=False)
+    plan, y_tree = found
+    # When nothing is recorded, needs is all False and the loop is an ordinary function.
+    if plan.differentiable:
+        outputs = _Scan.apply(plan, *leaves)[:-1]
+    else:
+        with compiler.below_transforms():
+            outputs = plan.run([compiler.plain(x) for x in leaves])
+    n_carry = len(c)
+    return tree.unflatten(c_tree, outputs[:n_carry]), tree.unflatten(y_tree, outputs[n_carry:])
+
+
+def _make_plan(step: Callable, trees: tuple, counts: tuple, shapes: tuple, needs: tuple, memory: str, mode: str) -> tuple[_Plan, Any]:
+    code = getattr(step, "__code__", None)
+    _per_code[code] = _per_code.get(code, 0) + 1
+    if code is not None and _per_code[code] == 65:
+        warnings.warn(
+            f"scan has prepared {step.__name__!r} 65 times; define the step once and pass the same function object again", RuntimeWarning, stacklevel=4
+        )
+    p_tree, c_tree, x_tree = trees
+    n_p, n_c, _ = counts
+    y_tree: list[Any] = []
+
+    def flat(inputs: list[Tensor]) -> list[Tensor]:
+        carry, y = step(tree.unflatten(p_tree, inputs[:n_p]), tree.unflatten(c_tree, inputs[n_p : n_p + n_c]), tree.unflatten(x_tree, inputs[n_p + n_c :]))
+        new, new_tree = tree.flatten(carry)
+        if new_tree != c_tree or any(a.shape != b.shape or a.dtype != b.dtype for a, b in zip(new, inputs[n_p : n_p + n_c], strict=True)):
+            tree.check_same(carry, tree.unflatten(c_tree, inputs[n_p : n_p + n_c]), "the carry that step returns")
+        y_leaves, y_tree[:] = (lambda pair: (pair[0], [pair[1]]))(tree.flatten(y))
+        return [*new, *y_leaves]
+
+    flat.__name__ = getattr(step, "__name__", "step")
+    with compiler.below_transforms():
+        examples = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in shapes]
+        n_out = len(compiler.output_needs(flat, examples, [False] * len(examples)))
+        plan = _Plan(flat, (*counts, n_out - n_c), examples, needs, memory, mode)
+    return plan, y_tree[0]
+
+
+# -- differentiation ---------------------------------------------------------------------------------------------------------------------------------
+
+
+class _Scan(Function):
+    """The loop as one differentiable operation: outputs are the last carry, the stacked y, and the residual (opaque)."""
+
+    @staticmethod
+    def forward(plan: _Plan, *leaves: Tensor) -> tuple:
+        outputs, residual = plan.run_saving(leaves)
+        return (*outputs, residual)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        plan, *leaves = inputs
+        ctx.plan, ctx.residual = plan, output[-1]
+        ctx.save_for_backward(*leaves)
+        n_carry = plan.counts[1]
+        carry_needs = plan.needs[plan.counts[0] : plan.counts[0] + n_carry]
+        differentiable = [*carry_needs, *plan.kernel.out_needs[n_carry:]]
+        ctx.differentiable = differentiable
+        ctx.mark_non_differentiable(*(y for y, need in zip(output[:-1], differentiable, strict=True) if not need))
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> tuple:
+        plan, leaves = ctx.plan, ctx.saved_tensors
+        given = [c for c, need in zip(cotangents[:-1], ctx.differentiable, strict=True) if need]
+        grads = iter(_PullBack.apply(plan, ctx.residual, *leaves, *given))
+        # The plan's needs can exceed the call's: a carry leaf that only later steps make differentiable gets a gradient nobody asked for.
+        result = [next(grads) if need else None for need in plan.needs]
+        return (None, *(g if asked else None for g, asked in zip(result, plan.call_needs, strict=True)))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise RuntimeError("frl.scan has no forward-mode derivative when compiled; pass mode='eager' for torch.func.jvp")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, plan: _Plan, *leaves: Tensor) -> tuple:
+        moved, dims = _batch_inputs(plan, leaves, in_dims[1:], info.batch_size)
+        mapped = plan.vmapped(dims, info.batch_size)
+        outputs = _Scan.apply(mapped, *moved)
+        n_carry = plan.counts[1]
+        return outputs, (*([0] * n_carry), *([1] * (len(outputs) - 1 - n_carry)), None)
+
+
+class _PullBack(Function):
+    """The backward loop as an operation of its own, so that differentiating it again is right (by an eager loop) instead of silently zero."""
+
+    @staticmethod
+    def forward(plan: _Plan, residual: _Residual, *tensors: Tensor) -> tuple:
+        n_in = sum(plan.counts[:3])
+        return tuple(plan.pull_back(residual, _spread(plan, tensors[:n_in], tensors[n_in:])))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        plan, _, *tensors = inputs
+        ctx.plan = plan
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> tuple:
+        plan, tensors = ctx.plan, ctx.saved_tensors
+        differentiable = [i for i, x in enumerate(tensors) if x.is_floating_point()]
+
+        def again(*values: Tensor) -> tuple:
+            full = list(tensors)
+            for i, value in zip(differentiable, values, strict=True):
+                full[i] = value
+            return _eager_pull_back(plan, full)
+
+        _, pull = torch.func.vjp(again, *(tensors[i] for i in differentiable))
+        grads: list[Tensor | None] = [None] * len(tensors)
+        for i, g in zip(differentiable, pull(tuple(cotangents)), strict=True):
+            grads[i] = g
+        return (None, None, *grads)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise RuntimeError("frl.scan has no forward-over-reverse derivative when compiled; pass mode='eager'")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, plan: _Plan, residual: _Residual, *tensors: Tensor) -> tuple:
+        n_in = sum(plan.counts[:3])
+        dims = in_dims[2:]
+        n_params, n_carry, _, _ = plan.counts
+        if all(d is None for d in dims[:n_in]):
+            # Only the cotangents are mapped (a Jacobian by rows): the forward ran once, so pull back row by row.
+            rows = []
+            for b in range(info.batch_size):
+                given = [x if d is None else x.select(d, b) for x, d in zip(tensors[n_in:], dims[n_in:], strict=True)]
+                rows.append(_PullBack.apply(plan, residual, *tensors[:n_in], *given))
+            return tuple(torch.stack(column) for column in zip(*rows, strict=True)), (0,) * len(rows[0])
+        moved, in_flat = _batch_inputs(plan, tensors[:n_in], dims[:n_in], info.batch_size)
+        mapped = plan.vmapped(in_flat, info.batch_size)
+        given = []
+        carry_needs = plan.needs[n_params : n_params + n_carry]
+        positions = [0] * sum(carry_needs) + [1] * (len(tensors) - n_in - sum(carry_needs))
+        for x, d, at in zip(tensors[n_in:], dims[n_in:], positions, strict=True):
+            given.append(x.unsqueeze(at).expand(*x.shape[:at], info.batch_size, *x.shape[at:]) if d is None else x.movedim(d, at))
+        grads = _PullBack.apply(mapped, residual, *moved, *given)
+        out: list[Tensor] = []
+        out_dims: list[int | None] = []
+        for i, g in zip([i for i, need in enumerate(plan.needs) if need], grads, strict=True):
+            # The mapped step sums the gradient of an unmapped input over the members; only mapped inputs have one per member.
+            out.append(g)
+            out_dims.append(1 if i >= n_params + n_carry else 0)
+        return tuple(out), tuple(out_dims)
+
+
+def _batch_inputs(plan: _Plan, leaves: Sequence[Tensor], dims: Sequence[int | None], size: int) -> tuple[list[Tensor], tuple[int | None, ...]]:
+    """Move mapped dimensions to where the mapped step expects them, and map whatever must be: the carry always, and anything that needs a gradient."""
+    n_params, n_carry, _, _ = plan.counts
+    moved: list[Tensor] = []
+    flat_dims: list[int | None] = []
+    for i, (x, d) in enumerate(zip(leaves, dims, strict=True)):
+        at = 1 if i >= n_params + n_carry else 0
+        if d is not None:
+            moved.append(x.movedim(d, at))
+            flat_dims.append(0)
+        elif plan.needs[i] or n_params <= i < n_params + n_carry:
+            moved.append(x.unsqueeze(at).expand(*x.shape[:at], size, *x.shape[at:]))
+            flat_dims.append(0)
+        else:
+            moved.append(x)
+            flat_dims.append(None)
+    return moved, tuple(flat_dims)
+
+
+def _spread(plan: _Plan, leaves: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
+    """Cotangents at their places among all outputs; the places of non-differentiable outputs are never read."""
+    n_params, n_carry, _, n_y = plan.counts
+    flags = [*plan.needs[n_params : n_params + n_carry], *plan.kernel.out_needs[n_carry:]]
+    values = iter(given)
+    return [next(values) if need else leaves[0] for need in flags]
+
+
+def _eager_pull_back(plan: _Plan, tensors: Sequence[Tensor]) -> tuple:
+    """The same function as ``_PullBack`` computed by differentiating an eager loop."""
+    n_in = sum(plan.counts[:3])
+    n_params, n_carry, _, _ = plan.counts
+    leaves, given = list(tensors[:n_in]), tensors[n_in:]
+    wanted = [i for i, need in enumerate(plan.needs) if need]
+    flags = [*plan.needs[n_params : n_params + n_carry], *plan.kernel.out_needs[n_carry:]]
+
+    def forward(*values: Tensor) -> tuple:
+        full = list(leaves)
+        for i, value in zip(wanted, values, strict=True):
+            full[i] = value
+        params, carry, xs = plan.split(full)
+        ys = []
+        for row in zip(*[x.unbind(0) for x in xs], strict=True):
+            out = plan.flat([*params, *carry, *row])
+            carry = list(out[:n_carry])
+            ys.append(out[n_carry:])
+        outputs = [*carry, *(torch.stack(y) for y in zip(*ys, strict=True))]
+        return tuple(y for y, need in zip(outputs, flags, strict=True) if need)
+
+    _, pull = torch.func.vjp(forward, *(leaves[i] for i in wanted))
+    return pull(tuple(given))
