@@ -6,7 +6,7 @@ The other side is :mod:`eager_point_mass`.
 
 Method: each side runs with 1 and with 2 threads, in a process each. Blocks of about a second alternate (:mod:`timing`), and each side counts with its better
 number of threads. Compilation is not in the rates: ``seconds_to_first_update_cold`` is from the start of the process, imports included, to the end of the
-first update, with an empty Inductor cache and no other worker started yet; ``seconds_to_first_update_warm`` is the same in a new process with the cache that
+first update, with an empty Inductor cache and no other worker at work; ``seconds_to_first_update_warm`` is the same in a new process with the cache that
 the first one left.
 
 Before any timing, the same start state, parameters, statistics, noise and fresh states go through one update of both sides, in the middle of training, with
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import statistics
 import tempfile
 import time
@@ -54,6 +55,7 @@ def main() -> None:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Start the workers one after the other, let them work in turns, and put the figures together."""
+    conditions = timing.conditions("torch", "frl")
     threads = (1, 2) if args.threads == "auto" else (int(args.threads),)
     with contextlib.ExitStack() as stack:
         caches = {n: stack.enter_context(tempfile.TemporaryDirectory(prefix="frl-inductor-")) for n in threads}
@@ -94,11 +96,28 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "adjoint_limit": args.limit / args.num_envs,
         "clipped_fraction": cold["clipped_fraction"],
         "restarted_fraction": cold["restarted_fraction"],
-        **timing.conditions("torch", "frl"),
+        **conditions,
+        "loadavg_after": os.getloadavg()[0],
     }
 
 
 # -- the two sides ---------------------------------------------------------------------------------------------------------------------------------
+
+
+def build(num_envs: int) -> tuple[Any, Any, Any]:
+    """Our environment, policy and normalizer, equal to those of the other side."""
+    from eager_point_mass import LAYERS, LOG_STD
+
+    from frl.envs.point_mass import point_mass
+    from frl.envs.vector import make_vec_env
+    from frl.normalizers import running_normalizer
+    from frl.policies import actor_only
+
+    # The other side cuts the remembered action from the graph.
+    env = make_vec_env(point_mass(detach_last_action=True), num_envs)
+    network = {"hidden_sizes": [64, 64], "activation": "tanh", "last_activation": "tanh", "orthogonal_init": [gain for _, _, gain in LAYERS]}
+    policy = actor_only(14, 2, network={"type": "mlp", "network_cfg": network}, initial_log_std=LOG_STD)
+    return env, policy, running_normalizer(14, initial_count=1e-4)
 
 
 def prepare_frl(args: argparse.Namespace) -> tuple[Callable[[], Any], int, dict[str, Any]]:
@@ -108,24 +127,17 @@ def prepare_frl(args: argparse.Namespace) -> tuple[Callable[[], Any], int, dict[
     torch.set_num_threads(int(args.threads))
     # An update that fell back to eager must not be timed as a compiled one.
     warnings.filterwarnings("error", message="frl could not compile")
-    from eager_point_mass import GAMMA, LAYERS, LEARNING_RATE, LOG_STD, MAX_GRAD_NORM
+    from eager_point_mass import GAMMA, LEARNING_RATE, MAX_GRAD_NORM
 
     from frl import compile as compiler
     from frl import rng
     from frl.algorithms.apg import ApgConfig, make_apg
-    from frl.envs.point_mass import point_mass
-    from frl.envs.vector import make_vec_env
-    from frl.normalizers import running_normalizer
     from frl.optim import adam
-    from frl.policies import actor_only
 
-    # The other side cuts the remembered action from the graph.
-    env = make_vec_env(point_mass(detach_last_action=True), args.num_envs)
-    network = {"hidden_sizes": [64, 64], "activation": "tanh", "last_activation": "tanh", "orthogonal_init": [gain for _, _, gain in LAYERS]}
-    policy = actor_only(14, 2, network={"type": "mlp", "network_cfg": network}, initial_log_std=LOG_STD)
+    env, policy, normalizer = build(args.num_envs)
     config = ApgConfig(gamma=GAMMA, max_grad_norm=MAX_GRAD_NORM, segment_length=args.horizon, action_adjoint_max_norm=args.limit / args.num_envs)
-    apg = make_apg(env, policy, adam(), config, normalizer=running_normalizer(14, initial_count=1e-4), learning_rate=LEARNING_RATE)
-    state = apg.init(rng.key(0))
+    apg = make_apg(env, policy, adam(), config, normalizer=normalizer, learning_rate=LEARNING_RATE)
+    state, ready = apg.init(rng.key(0)), False
 
     def update() -> None:
         nonlocal state
@@ -135,7 +147,6 @@ def prepare_frl(args: argparse.Namespace) -> tuple[Callable[[], Any], int, dict[
         if ready and compiler.graph_count() != graphs:
             raise RuntimeError("a timed update compiled a graph")
 
-    ready = False
     update()
     first = time.time() - args.started
     # The check is where the time limit falls into the rollout, so that it covers rows that start again.
@@ -211,7 +222,7 @@ def compare(args: argparse.Namespace, env: Any, state: Any, rollout: Any, after:
         for mine, theirs in zip(eager.parameters, parameters(state.params), strict=True):
             mine.copy_(theirs)
     eager.backward(rollout.noise)
-    expected = torch.cat([x.grad.flatten() for x in eager.parameters])
+    expected = torch.cat([gradient.flatten() for gradient in eager.gradients()])
     got = torch.cat([x.flatten() for x in parameters(after.opt_state.mu)]) / (1 - BETA1)
     difference = ((got - expected).norm() / expected.norm()).item()
     clipped = after.metrics["action_adjoint_clipped_fraction"].item()

@@ -130,7 +130,7 @@ class EagerApg:
         std = self.log_std.clamp(*LOG_STD_RANGE).exp()
         scale = 1 / (self.var.sqrt() + 1e-8)
         (w1, w2, w3), (b1, b2, b3) = self.weights, self.biases
-        discount, total = torch.ones(self.env.num_envs), 0.0
+        discount, total = torch.ones(self.env.num_envs), torch.zeros(())
         alive = torch.ones(self.env.num_envs, dtype=torch.bool)
         seen, counted = [], []
         for row in noise:
@@ -148,6 +148,10 @@ class EagerApg:
         (-total.mean()).backward()
         self.norm = torch.nn.utils.clip_grad_norm_(self.parameters, MAX_GRAD_NORM)
         return seen, counted
+
+    def gradients(self) -> list[Tensor]:
+        """What :meth:`backward` left, in the order of ``parameters``."""
+        return [x.grad for x in self.parameters if x.grad is not None]
 
     def update(self) -> None:
         """One complete update."""

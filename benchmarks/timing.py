@@ -44,15 +44,15 @@ class Worker:
 
     def block(self) -> float:
         """Run one block and return its rate [1/s]."""
-        self._process.stdin.write("block\n")
-        self._process.stdin.flush()
+        print("block", file=self._process.stdin, flush=True)
         return self._read()["rate"]
 
     def close(self) -> None:
-        self._process.stdin.close()
-        self._process.wait()
+        """End the worker; it may have ended already."""
+        self._process.communicate()
 
     def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             raise SystemExit(f"a worker ended with exit status {self._process.wait()}; its message is above")
@@ -85,7 +85,7 @@ def serve(prepare: Callable[[], tuple[Callable[[], Any], int, dict[str, Any]]], 
     """Run as a worker until the parent closes the pipe.
 
     Args:
-        prepare: does everything up to the end of the warm-up. Returns ``(call, amount, facts)``: a call does ``amount`` units of work; ``facts`` are for the parent.
+        prepare: does everything up to the end of the warm-up. Returns ``(call, amount, facts)``: a call does ``amount`` units of work.
         seconds: about how long a block takes.
     """
     channel = os.fdopen(os.dup(1), "w")
@@ -111,7 +111,7 @@ def _clock(call: Callable[[], Any], calls: int) -> float:
 
 
 def conditions(*packages: str) -> dict[str, Any]:
-    """Where a figure comes from: versions, processor count and load (1 minute)."""
+    """Where a figure comes from: versions, processor count and the load average of the last minute, to be read before the work starts."""
     versions = {}
     for name in packages:
         try:

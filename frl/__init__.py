@@ -1,7 +1,7 @@
 """On-policy reinforcement learning as pure functions on PyTorch.
 
-Policies, optimizers, normalizers and environments are pure functions over explicit state; ``state, rollout = algorithm.collect(state)`` and ``state = algorithm.update(state, rollout)``.
-Names load on first use, so that ``import frl`` stays light.
+Policies, optimizers, normalizers and environments are pure functions over explicit state; ``state, rollout = algorithm.collect(state)`` and ``state =
+algorithm.update(state, rollout)``. Names load on first use, so that ``import frl`` stays light.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Checkpoints: one safetensors file with every tensor of the training state by key path and JSON metadata in its header.
 
-Loading can never run code. A file is written beside its place, synced and renamed, so that a crash leaves the one before. Everything is compared before anything is
-returned, and every mismatch is listed by key path.
+Loading can never run code. A file is written beside its place, synced and renamed, so that a crash leaves the one before. Everything is compared before
+anything is returned, and every mismatch is listed by key path.
 """
 
 from __future__ import annotations

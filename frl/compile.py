@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _functorch as functorch  # pyright: ignore[reportAttributeAccessIssue]
 
 from frl import tree
 
@@ -29,6 +30,7 @@ _graphs = 0
 _seconds = 0.0
 _warned = False
 _broken = False
+_careful = False  # probe the compiler's vector instruction sets before use
 
 
 def graph_count() -> int:
@@ -50,9 +52,7 @@ def check_mode(mode: str) -> str:
 
 def allow_in_graph(fn: Callable) -> Callable:
     """Mark ``fn`` so that ``torch.compile`` records a call of it as one node instead of tracing into it."""
-    from torch._dynamo import allow_in_graph as allow
-
-    return allow(fn)
+    return torch.compiler.allow_in_graph(fn)  # pyright: ignore[reportReturnType]
 
 
 def is_tracing() -> bool:
@@ -65,7 +65,6 @@ def is_transformed(x: Tensor) -> bool:
 
     A wrapper of ``grad`` or ``vjp`` that is not tracked (a constant touched inside the transform) carries none; :func:`plain` takes it off.
     """
-    functorch = torch._C._functorch
     if x.requires_grad:
         return True
     if not functorch.is_functorch_wrapped_tensor(x):
@@ -81,15 +80,52 @@ def is_transformed(x: Tensor) -> bool:
 
 def plain(x: Tensor) -> Tensor:
     """The tensor below wrappers that carry no history (see :func:`is_transformed`)."""
-    while torch._C._functorch.is_gradtrackingtensor(x):
-        x = torch._C._functorch.get_unwrapped(x)
+    while functorch.is_gradtrackingtensor(x):
+        x = functorch.get_unwrapped(x)
     return x
+
+
+def outside(fn: Callable, *args: Any) -> Any:
+    """``fn(*args)``, below the transform levels when no argument carries history: constants of a differentiated function then cost what they cost
+    outside it.""" if functorch.peek_interpreter_stack() is None:
+        return fn(*args)
+    leaves, structure = tree.flatten(args)
+    if any(isinstance(x, Tensor) and is_transformed(x) for x in leaves):
+        return fn(*args)
+    with below_transforms():
+        return fn(*tree.unflatten(structure, [plain(x) if isinstance(x, Tensor) else x for x in leaves]))
+
+
+def map_outside(fn: Callable[[Tensor], Tensor], values: Any) -> Any:
+    """``tree.map(fn, values)`` that treats the leaves without history as :func:`outside` does."""
+    if functorch.peek_interpreter_stack() is None:
+        return tree.map(fn, values)
+    leaves, structure = tree.flatten(values)
+    constant = [not is_transformed(x) for x in leaves]
+    with below_transforms():
+        leaves = [fn(plain(x)) if flag else x for x, flag in zip(leaves, constant, strict=True)]
+    return tree.unflatten(structure, [x if flag else fn(x) for x, flag in zip(leaves, constant, strict=True)])
+
+
+def only_gradients() -> bool:
+    """Whether every active ``torch.func`` transform is ``grad`` or ``vjp`` (or there is none): no tensor is mapped and none has a tangent."""
+    return all(level.key() == functorch.TransformType.Grad for level in functorch.get_interpreter_stack() or ())
+
+
+def has_lower_history(x: Tensor) -> bool:
+    """Whether ``x``, seen from inside a backward pass, carries history that belongs to an outer transform or to an engine that records this backward."""
+    if functorch.is_gradtrackingtensor(x):
+        x = functorch.get_unwrapped(x)  # the level whose backward this is
+        return is_transformed(x)
+    if functorch.is_functorch_wrapped_tensor(x):
+        return True
+    return x.requires_grad and torch.is_grad_enabled()
 
 
 @contextlib.contextmanager
 def below_transforms() -> Iterator[None]:
     """Run plain tensors through compiled code as if no ``torch.func`` transform were active (they carry no history, so nothing is lost)."""
-    if torch._C._functorch.peek_interpreter_stack() is None:
+    if functorch.peek_interpreter_stack() is None:
         yield
         return
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -112,7 +148,7 @@ def _in_clean_thread(fn: Callable[[], Any]) -> Any:
             # A new thread starts with its own OpenMP team size; kernels bake it in.
             torch.set_num_threads(threads)
             box.append((True, fn()))
-        except BaseException as error:  # noqa: BLE001
+        except BaseException as error:
             box.append((False, error))
 
     thread = threading.Thread(target=run, name="frl-compile")
@@ -152,6 +188,20 @@ def _fresh(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
     return result
 
 
+def _attempt(make: Callable[[], Any], what: str) -> Any:
+    """``make()`` in a clean thread, or ``None`` after one warning when it cannot be compiled."""
+    global _careful
+    try:
+        with _Timer():
+            return _in_clean_thread(make)
+    except Exception as error:
+        if not _careful:
+            _careful = True
+            return _attempt(make, what)
+        _fall_back(error, what)
+        return None
+
+
 class _Timer:
     def __enter__(self) -> None:
         import time
@@ -172,7 +222,12 @@ def _inductor(graph: Any, examples: Sequence[Tensor], *, backward: bool = False,
 
     outputs = next(iter(reversed(graph.graph.nodes)))
     outputs.meta["user_visible_output_idxs"] = list(range(len(outputs.args[0])))
-    with config.patch(size_asserts=False, alignment_asserts=False), torch.no_grad():
+    options: dict[str, Any] = {"size_asserts": False, "alignment_asserts": False}
+    if not _careful and config.cpp.vec_isa_ok is None:
+        # Inductor builds and loads a test program for every vector instruction set it considers, seven seconds in all; the processor's own list is
+        # believed first.
+        options["cpp.vec_isa_ok"] = True
+    with config.patch(options), torch.no_grad():
         code = compile_fx_inner(graph, examples, is_backward=backward, is_inference=inference)
     return getattr(code, "current_callable", None) or code
 
@@ -223,6 +278,7 @@ class Kernel:
         self._dynamo: Callable | None = None
         self._backward_graph: Any = None
         self._n_out = len(self.out_needs)
+        self._name = getattr(fn, "__name__", "a step")
         self._present: list[bool] = []
 
     # -- inference -----------------------------------------------------------------------------------------------------------------------------
@@ -237,12 +293,7 @@ class Kernel:
             return self._eager_infer
         if self.mode == "dynamo":
             return torch.no_grad()(self._torch_compile())
-        try:
-            with _Timer():
-                return _in_clean_thread(self._capture_infer)
-        except Exception as error:  # noqa: BLE001
-            _fall_back(error, getattr(self.fn, "__name__", "a step"))
-            return self._eager_infer
+        return _attempt(self._capture_infer, self._name) or self._eager_infer
 
     def _eager_infer(self, inputs: list[Tensor]) -> Sequence[Tensor]:
         with torch.no_grad():
@@ -287,12 +338,7 @@ class Kernel:
         if self._backward_graph is None:
             return self._engine_backward(saved, cotangents)
         if self._backward is None:
-            try:
-                with _Timer():
-                    self._backward = _in_clean_thread(lambda: self._compile_backward([*saved, *cotangents]))
-            except Exception as error:  # noqa: BLE001
-                _fall_back(error, "a backward step")
-                self._backward = _boxed(self._backward_graph)
+            self._backward = _attempt(lambda: self._compile_backward([*saved, *cotangents]), f"the backward of {self._name}") or _boxed(self._backward_graph)
         grads = self._backward([*saved, *cotangents])
         if all(self._present):
             return grads
@@ -305,12 +351,8 @@ class Kernel:
         if self.mode in ("eager", "dynamo") or _broken:
             self._forward = _boxed(None)
             return
-        try:
-            with _Timer():
-                self._forward, self._backward_graph = _in_clean_thread(self._capture_joint)
-        except Exception as error:  # noqa: BLE001
-            _fall_back(error, getattr(self.fn, "__name__", "a step"))
-            self._forward = _boxed(None)
+        compiled = _attempt(self._capture_joint, self._name)
+        self._forward, self._backward_graph = compiled or (_boxed(None), None)
 
     def _capture_joint(self) -> tuple[Callable[[list], Sequence], Any]:
         from torch._functorch.aot_autograd import aot_export_joint_simple
@@ -381,22 +423,27 @@ class Kernel:
         return [torch.zeros_like(x) if g is None else g for g, x in zip(grads, wanted, strict=True)]
 
 
-def output_needs(fn: Callable[[list[Tensor]], Sequence[Tensor]], examples: Sequence[Tensor], needs: Sequence[bool]) -> tuple[bool, ...]:
-    """For each output of ``fn`` whether it depends differentiably on an input marked in ``needs`` (found by running it once on ``examples``)."""
+def describe_outputs(fn: Callable[[list[Tensor]], Sequence[Tensor]], examples: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor]:
+    """Outputs of one eager run of ``fn`` on ``examples``; ``requires_grad`` tells which depend differentiably on an input marked in ``needs``."""
 
-    def run() -> tuple[bool, ...]:
+    def run() -> list[Tensor]:
         with torch.enable_grad():
-            leaves = [x.detach().requires_grad_(need) for x, need in zip(examples, needs, strict=True)]
-            return tuple(bool(y.requires_grad) for y in fn(leaves))
+            return list(fn([x.detach().requires_grad_(need) for x, need in zip(examples, needs, strict=True)]))
 
     return _in_clean_thread(run)
+
+
+def output_needs(fn: Callable[[list[Tensor]], Sequence[Tensor]], examples: Sequence[Tensor], needs: Sequence[bool]) -> tuple[bool, ...]:
+    """For each output of ``fn`` whether it depends differentiably on an input marked in ``needs``."""
+    return tuple(y.requires_grad for y in describe_outputs(fn, examples, needs))
 
 
 def jit(fn: Callable, *, mode: str = "inductor") -> Callable:
     """Compile a pure function of pytrees of tensors; other leaves are static.
 
-    The compiled function is called when no argument is under a ``torch.func`` transform or recorded by autograd; otherwise ``fn`` itself runs, so a jitted function can be differentiated and mapped
-    like the original. One graph for each combination of tree structure, shapes, dtypes, devices and static leaves.
+    The compiled function is called when no argument is under a ``torch.func`` transform or recorded by autograd; otherwise ``fn`` itself runs, so a
+    jitted function can be differentiated and mapped like the original. One graph for each combination of tree structure, shapes, dtypes, devices and
+    static leaves.
 
     Args:
         fn: pure function; positional arguments and result are pytrees.

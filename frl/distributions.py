@@ -1,7 +1,8 @@
 """Action distributions as pure functions of their parameters.
 
-Randomness comes in as standard normal ``noise``, so a sample is a differentiable function of the parameters. A :class:`Sample` keeps the value before any
-squashing (``raw``) beside the action: densities are computed from ``raw``, which stays exact where the action has rounded to its bound.
+Randomness comes in as ``noise``, standard normal or Gumbel, so a sample is a function of the parameters: differentiable where actions are continuous. A
+:class:`Sample` keeps the value before squashing or the index before the offset (``raw``) beside the action: scores are computed from ``raw``, which stays
+exact where an action has rounded to its bound.
 """
 
 from __future__ import annotations
@@ -9,12 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from frl import rng
 
 UNBOUNDED = 1e30  # A bound of at least this magnitude is none; spaces write "no bound" as infinity or as the largest float32.
 _HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
@@ -27,11 +31,17 @@ class NormalParams(NamedTuple):
     log_std: Tensor  # [..., A] or [A]
 
 
+class CategoricalParams(NamedTuple):
+    """Parameters of one categorical distribution, or of several side by side."""
+
+    logits: Tensor  # [..., n] or [..., sum(nvec)], unnormalised log probabilities; -inf for an impossible choice
+
+
 class Sample(NamedTuple):
     """A draw: what the environment receives and what densities are computed from."""
 
-    action: Tensor  # [..., A]
-    raw: Tensor  # [..., A] before squashing; equal to the action where there is none
+    action: Tensor  # [..., A], or [...] of one categorical choice
+    raw: Tensor  # the action before squashing, or before the offset of its space
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,19 +50,22 @@ class Distribution:
 
     Attributes:
         name: name of the family.
-        action_dim: A.
-        sample: ``(params, noise [..., A]) -> Sample``, reparameterised.
-        mode: ``(params) -> action [..., A]``, the deterministic action: the image of the mean.
-        log_prob: ``(params, sample or raw) -> [...]``, log density of the action, computed from the raw value and summed over action dimensions.
+        action_dim: A; 1 for one categorical choice, whose action has no dimension of its own.
+        noise_dim: numbers of noise that one sample takes.
+        sample: ``(params, noise [..., noise_dim]) -> Sample``, reparameterised where actions are continuous.
+        mode: ``(params) -> action``, the deterministic action: the image of the mean, or the most probable choice (the first of equals).
+        log_prob: ``(params, sample or raw) -> [...]``, log density or probability of the action, computed from the raw value and summed over action dimensions.
         entropy: ``(params, noise=()) -> [...]`` [nat].
         kl: ``(p, q) -> [...]``, KL(p || q), exact.
         squash: ``(raw) -> action``.
         inverse: ``(action) -> raw``, finite for every action of the box: an action on a bound gives about the largest raw value that can be told from it. For
             actions recorded without their raw value; scores are then consistent with each other, not with those of the original samples.
+        draw_noise: ``(key, shape, dtype) -> noise`` of the kind that ``sample`` takes.
     """
 
     name: str
     action_dim: int
+    noise_dim: int
     sample: Callable[[Any, Tensor], Sample]
     mode: Callable[[Any], Tensor]
     log_prob: Callable[[Any, Sample | Tensor], Tensor]
@@ -60,6 +73,7 @@ class Distribution:
     kl: Callable[[Any, Any], Tensor]
     squash: Callable[[Tensor], Tensor]
     inverse: Callable[[Tensor], Tensor]
+    draw_noise: Callable[..., Tensor] = rng.normal
 
 
 def _raw_of(sample: Sample | Tensor) -> Tensor:
@@ -115,6 +129,7 @@ def diagonal_normal(action_dim: int) -> Distribution:
     return Distribution(
         name="normal",
         action_dim=_checked_dim(action_dim),
+        noise_dim=action_dim,
         sample=sample,
         mode=lambda params: params.mean,
         log_prob=lambda params, sample: _normal_log_prob(params, _raw_of(sample)),
@@ -243,6 +258,7 @@ def tanh_normal(low: Sequence[float] | np.ndarray, high: Sequence[float] | np.nd
     return Distribution(
         name="tanh_normal",
         action_dim=len(box.low),
+        noise_dim=len(box.low),
         sample=sample,
         mode=lambda params: squash(params.mean),
         log_prob=log_prob,
@@ -250,4 +266,120 @@ def tanh_normal(low: Sequence[float] | np.ndarray, high: Sequence[float] | np.nd
         kl=_normal_kl,
         squash=squash,
         inverse=inverse,
+    )
+
+
+def _entropy_of(log_p: Tensor) -> Tensor:
+    # 0 log 0 is 0: the zero goes in before the product, so that no infinity meets a zero in the backward either.
+    return -(torch.exp(log_p) * torch.where(torch.isneginf(log_p), 0.0, log_p)).sum(-1)
+
+
+def _kl_of(log_p: Tensor, log_q: Tensor) -> Tensor:
+    # A plain difference of logs: exactly 0 for equal parameters, and right in its second derivatives there.
+    impossible = torch.isneginf(log_p)
+    gap = torch.where(impossible, 0.0, log_p) - torch.where(impossible, 0.0, log_q)
+    return (torch.exp(log_p) * gap).sum(-1)
+
+
+def _checked_integer(name: str, value: Any, least: float = -math.inf) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        raise ValueError(f"{name} must be an integer{'' if least == -math.inf else f' of at least {least:g}'}, got {value!r}")
+    return int(value)
+
+
+def _checked_integers(name: str, values: Any, least: float = -math.inf) -> list[int]:
+    if isinstance(values, str) or not isinstance(values, (Sequence, np.ndarray)) or len(values) == 0:
+        raise ValueError(f"{name} must be a non-empty list of integers, got {values!r}")
+    return [_checked_integer(f"{name}[{i}]", value, least) for i, value in enumerate(values)]
+
+
+def categorical(n: int, start: int = 0) -> Distribution:
+    """One choice among ``n``: ``raw = argmax(logits + gumbel)``, ``action = start + raw``.
+
+    ``log p = log softmax(logits)[raw]``, entropy ``-sum p log p``, ``KL(p || q) = sum p (log p - log q)``, all exact. Choices with a logit of -inf have
+    probability 0, add nothing to entropy and KL and pass no gradient; the KL is infinite where only ``q`` excludes a choice. A sample carries no gradient.
+
+    Args:
+        n: number of choices.
+        start: the environment's name of the first choice (``gymnasium.spaces.Discrete.start``).
+
+    Returns:
+        A :class:`Distribution` over :class:`CategoricalParams`. Noise is ``[..., n]`` Gumbel; ``action`` and ``raw`` are int64 ``[...]``, and a ``raw`` kept
+        as whole floating numbers is scored too. The action is legal for any parameters, NaN included.
+
+    Raises:
+        ValueError: for an ``n`` that is not a positive integer or a ``start`` that is not an integer.
+
+    Source: Maddison, Tarlow, Minka 2014, "A* Sampling" (the Gumbel-max trick).
+    """
+    n, start = _checked_integer("n", n, 1), _checked_integer("start", start)
+    return _discrete("categorical", 1, n, start, table=lambda x, fill: x, total=lambda x: x)
+
+
+def multi_categorical(nvec: Sequence[int] | np.ndarray, start: Sequence[int] | np.ndarray | None = None) -> Distribution:
+    """``A`` independent choices among ``nvec[0], ..., nvec[A - 1]``: :func:`categorical` for each, scores summed.
+
+    Args:
+        nvec: [A] number of choices of each dimension.
+        start: [A] the environment's names of the first choices; zeros when ``None``.
+
+    Returns:
+        A :class:`Distribution` over :class:`CategoricalParams` whose logits, and noise, are those of all dimensions in order, ``[..., sum(nvec)]``. ``action``
+        and ``raw`` are int64 ``[..., A]``.
+
+    Raises:
+        ValueError: for anything but non-empty lists of integers of one length, ``nvec`` positive.
+    """
+    sizes = _checked_integers("nvec", nvec, 1)
+    starts = [0] * len(sizes) if start is None else _checked_integers("start", start)
+    if len(starts) != len(sizes):
+        raise ValueError(f"start must have one entry for each of the {len(sizes)} dimensions of nvec, got {len(starts)}")
+    widest = max(sizes)
+
+    def table(x: Tensor, fill: float) -> Tensor:
+        """``[..., sum(nvec)] -> [..., A, widest]``."""
+        if min(sizes) == widest:
+            return x.reshape(*x.shape[:-1], len(sizes), widest)
+        parts = torch.split(x, sizes, -1)
+        return torch.stack([F.pad(part, (0, widest - size), value=fill) for part, size in zip(parts, sizes, strict=True)], -2)
+
+    offset = starts[0] if len(set(starts)) == 1 else starts
+    return _discrete("multi_categorical", len(sizes), sum(sizes), offset, table=table, total=lambda x: x.sum(-1))
+
+
+def _discrete(
+    name: str, action_dim: int, noise_dim: int, start: int | list[int], *, table: Callable[..., Tensor], total: Callable[[Tensor], Tensor]
+) -> Distribution:
+    """``table`` lays the logits out with the choices of one dimension in the last place; ``total`` sums over dimensions, if there are several."""
+
+    def offset(like: Tensor) -> Any:
+        return start if isinstance(start, int) else torch.tensor(start, dtype=like.dtype, device=like.device)
+
+    def squash(raw: Tensor) -> Tensor:
+        return raw + offset(raw)
+
+    def log_p(params: CategoricalParams) -> Tensor:
+        return torch.log_softmax(table(params.logits, -math.inf), -1)
+
+    def sample(params: CategoricalParams, noise: Tensor) -> Sample:
+        raw = torch.argmax(table(params.logits, -math.inf) + table(noise, 0.0), -1)
+        return Sample(action=squash(raw), raw=raw)
+
+    def log_prob(params: CategoricalParams, sample: Sample | Tensor) -> Tensor:
+        scores, index = log_p(params), _raw_of(sample).to(torch.int64)
+        lead = torch.broadcast_shapes(scores.shape[:-1], index.shape)
+        return total(torch.gather(scores.expand(*lead, scores.shape[-1]), -1, index.expand(lead).unsqueeze(-1)).squeeze(-1))
+
+    return Distribution(
+        name=name,
+        action_dim=action_dim,
+        noise_dim=noise_dim,
+        sample=sample,
+        mode=lambda params: squash(torch.argmax(table(params.logits, -math.inf), -1)),
+        log_prob=log_prob,
+        entropy=lambda params, noise=(): total(_entropy_of(log_p(params))),
+        kl=lambda p, q: total(_kl_of(log_p(p), log_p(q))),
+        squash=squash,
+        inverse=lambda action: action - offset(action),
+        draw_noise=rng.gumbel,
     )

@@ -32,8 +32,8 @@ class EvaluationResult:
     """What an evaluation found.
 
     Attributes:
-        metrics: ``eval/avg_reward``, ``eval/avg_length``, ``eval/success_rate`` (NaN when the environment reports no success), ``eval/metrics/<name>``, standard deviations
-            ``eval/std_reward``, and the half-width ``eval/ci95_reward`` of a 95 % confidence interval of the mean.
+        metrics: ``eval/avg_reward``, ``eval/avg_length``, ``eval/success_rate`` (NaN when the environment reports no success), ``eval/metrics/<name>``,
+            standard deviations ``eval/std_reward``, and the half-width ``eval/ci95_reward`` of a 95 % confidence interval of the mean.
         returns: ``[episodes]`` undiscounted.
         lengths: ``[episodes]`` steps.
         rows: ``[episodes]`` the row that played it.
@@ -86,7 +86,8 @@ def make_evaluator(
         deterministic: act by the mode of the distribution.
         clip_actions: as in training.
         mode: ``"per_env_quota"``, or ``"first_n"``: the first episodes to finish (over-represents short ones; for comparison with other systems).
-        max_steps: cap on vector steps; needed for an environment without a time limit. Episodes cut off by it are reported as unfinished, never dropped silently.
+        max_steps: cap on vector steps; needed for an environment without a time limit. Episodes cut off by it are reported as unfinished, never dropped
+            silently.
         chunk: vector steps between looks at the results.
         dtype: of the noise.
         compile_mode: a mode of :mod:`frl.compile`.
@@ -141,10 +142,8 @@ def make_evaluator(
                     for t in range(len(done)):
                         on_step({"done": done[t], **{name: x[t] for name, x in host.items()}})
                 order = finished + done.cumsum(0)
-                if mode == "per_env_quota":
-                    taken = done & (order <= quota)
-                else:
-                    taken = done & ((done.ravel().cumsum() <= num_episodes - total).reshape(done.shape))
+                within = order <= quota if mode == "per_env_quota" else (done.ravel().cumsum() <= num_episodes - total).reshape(done.shape)
+                taken = done & within
                 finished = order[-1]
                 t, row = np.nonzero(taken)
                 found.setdefault("row", []).append(row)

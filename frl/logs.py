@@ -34,7 +34,7 @@ class RunLog:
             self._writer = SummaryWriter(str(directory / "logs" / name))
         if wandb_project:
             try:
-                import wandb
+                import wandb  # pyright: ignore[reportMissingImports]
             except ImportError as error:
                 raise ImportError("trainer.use_wandb needs Weights & Biases: pip install 'frl[wandb]'") from error
             self._wandb = wandb.init(project=wandb_project, name=name, config=dict(config or {}))

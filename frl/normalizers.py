@@ -8,7 +8,7 @@ which is exact to float32 even where the mean is a million standard deviations. 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple
 

@@ -1,7 +1,8 @@
 """Discounted returns: how the rewards of a rollout become one number for each row.
 
-Time comes first: ``[T, ...]`` with any further dimensions, usually ``[T, N]``. There is no loop over time: the discount follows in closed form from the number
-of steps since the last done. Entropy bonuses are discounted by the same functions, given entropies for rewards.
+Time comes first: ``[T, ...]`` with any further dimensions, usually ``[T, N]``. There is no loop over time: the discount follows in closed form from the
+number of steps since the last done, and sums over the steps to come are built by doubling their span. Entropy bonuses are discounted by the same functions,
+given entropies for rewards.
 """
 
 from __future__ import annotations
@@ -72,15 +73,15 @@ def complete_discounted_return(reward: Tensor, done: Tensor, gamma: float | Tens
     """
     _check_reward(reward, done)
     steps = torch.arange(reward.shape[0], device=reward.device).reshape(-1, *[1] * (reward.ndim - 1))
-    powers = _power(_factor(gamma, reward.dtype, reward.device), steps)
+    powers = _power(unit_number("gamma", gamma, reward.dtype, reward.device), steps)
     return (torch.where(alive_mask(done), reward, 0) * powers).sum(0)
 
 
 def segmented_discounted_return(reward: Tensor, done: Tensor, gamma: float | Tensor, *, discount: float | Tensor = 1.0) -> Tensor:
     """Return of a segment in which rows start over after a done: ``G = sum_t D_t r_t`` with ``D`` of :func:`discounts`.
 
-    Rewards of the episode that follows a done count, at a fresh discount. Segments chain: the return of a whole is the sum over its segments when each one gets
-    the :func:`final_discount` of the one before as ``discount``.
+    Rewards of the episode that follows a done count, at a fresh discount. Segments chain: the return of a whole is the sum over its segments when each one
+    gets the :func:`final_discount` of the one before as ``discount``.
 
     Args:
         reward: floating ``[T, ...]``.
@@ -98,6 +99,64 @@ def segmented_discounted_return(reward: Tensor, done: Tensor, gamma: float | Ten
     return (_discounts(done, gamma, discount, reward.dtype)[:-1] * reward).sum(0)
 
 
+def discounted_returns_to_go(reward: Tensor, done: Tensor, gamma: float | Tensor) -> Tensor:
+    """Return from each step to the end of its episode or of the rollout: ``G_t = r_t + gamma (1 - done_t) G_{t+1}``, ``G_T = 0``.
+
+    Rewards after a done reach nothing before it, whatever they are (NaN included).
+
+    Args:
+        reward: floating ``[T, ...]``.
+        done: bool, same shape.
+        gamma: discount factor in [0, 1]; a tensor (0-d, or one that broadcasts with a step) is not validated and may require a gradient.
+
+    Returns:
+        ``[T, ...]``, in the dtype of ``reward``.
+
+    Raises:
+        ValueError: as :func:`complete_discounted_return`.
+    """
+    _check_reward(reward, done)
+    if reward.ndim == 0 or reward.shape[0] == 0:
+        raise ValueError(f"at least one step is needed, got reward of shape {tuple(reward.shape)}")
+    return discounted_suffix_sums(reward, unit_number("gamma", gamma, reward.dtype, reward.device), ~done)
+
+
+def discounted_suffix_sums(x: Tensor, factor: Tensor, linked: Tensor) -> Tensor:
+    """``S_t = x_t + factor S_{t+1}`` where ``linked_t``, ``S_t = x_t`` elsewhere, ``S_T = 0``; exact for any factor in [0, 1], 0 and 1 included.
+
+    The spans that the sums cover are doubled log2(T) times, so that a compiled graph stays small. Where ``linked`` is false nothing of a later step reaches
+    an earlier one, in value or gradient, infinities and NaN included.
+
+    Args:
+        x: floating ``[T, ...]``.
+        factor: ``[]``, or a tensor that broadcasts with one step.
+        linked: bool, shape of ``x``.
+
+    Source: Blelloch, "Prefix sums and their applications", 1990; here every link has the same factor, so that the product over a span is one power of it.
+    """
+    span = 1
+    while span < x.shape[0]:
+        later = torch.cat([x[span:], torch.zeros_like(x[:span])])
+        # Selected before the product: zero times the infinity of another episode would be NaN.
+        x = x + factor * torch.where(linked, later, 0)
+        linked = linked & torch.cat([linked[span:], torch.zeros_like(linked[:span])])
+        factor, span = factor * factor, 2 * span
+    return x
+
+
+def unit_number(name: str, value: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A number in [0, 1] as a 0-d tensor; a tensor is converted to ``dtype`` and not validated.
+
+    Raises:
+        ValueError: for anything else, with ``name`` in the text.
+    """
+    if isinstance(value, Tensor):
+        return value.to(dtype)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value) or not 0 <= value <= 1:
+        raise ValueError(f"{name} must be a number in [0, 1], got {value!r}")
+    return torch.full((), value, dtype=dtype, device=device)
+
+
 def _discounts(done: Tensor, gamma: float | Tensor, initial: float | Tensor, dtype: torch.dtype | None) -> Tensor:
     """``D_0 ... D_T``."""
     start = _episode_start(done)
@@ -105,7 +164,7 @@ def _discounts(done: Tensor, gamma: float | Tensor, initial: float | Tensor, dty
         dtypes = [x.dtype for x in (gamma, initial) if isinstance(x, Tensor) and x.is_floating_point()]
         dtype = torch.promote_types(dtypes[0], dtypes[-1]) if dtypes else torch.get_default_dtype()
     steps = torch.arange(start.shape[0], device=done.device).reshape(-1, *[1] * (done.ndim - 1))
-    powers = _power(_factor(gamma, dtype, done.device), steps - start)
+    powers = _power(unit_number("gamma", gamma, dtype, done.device), steps - start)
     first = initial.to(dtype) if isinstance(initial, Tensor) else initial
     return torch.where(start == 0, powers * first, powers)
 
@@ -127,15 +186,9 @@ def _power(gamma: Tensor, exponent: Tensor) -> Tensor:
     return torch.where(zero, 1, gamma ** torch.where(zero, 1, exponent).to(gamma.dtype))
 
 
-def _factor(gamma: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-    if isinstance(gamma, Tensor):
-        return gamma.to(dtype)
-    if isinstance(gamma, bool) or not isinstance(gamma, (int, float)) or math.isnan(gamma) or not 0 <= gamma <= 1:
-        raise ValueError(f"gamma must be a number in [0, 1], got {gamma!r}")
-    return torch.full((), gamma, dtype=dtype, device=device)
-
-
 def _check_reward(reward: Tensor, done: Tensor) -> None:
+    if done.dtype != torch.bool:
+        raise ValueError(f"done must be bool, got {done.dtype}")
     if not reward.is_floating_point():
         raise ValueError(f"reward must be a floating tensor, got {reward.dtype}")
     if reward.shape != done.shape:

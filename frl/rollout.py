@@ -1,7 +1,7 @@
 """Policy and environment through time: the rollout function that APG differentiates and every other algorithm records.
 
-``make_unroll`` builds ``unroll(params, norm_state, env_state, env_params, noise) -> (env_state, Trajectory)``: pure, differentiable in ``params``, ``env_params`` and ``env_state``, and
-deterministic, since its noise is an argument. Inside, time is ``frl.scan`` and rows are the last dimension.
+``make_unroll`` builds ``unroll(params, norm_state, env_state, env_params, noise) -> (env_state, Trajectory)``: pure, differentiable in ``params``,
+``env_params`` and ``env_state``, and deterministic, since its noise is an argument. Inside, time is ``frl.scan`` and rows are the last dimension.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from frl import compile as compiler
 from frl import tree
 from frl.envs.vector import VecEnv, VecState
 from frl.gradients import clip_adjoint, clip_adjoint_tree
+from frl.packing import Packing
 from frl.returns import alive_mask
 from frl.scan import scan
 from frl.types import Normalizer, PyTree, Trajectory
@@ -64,7 +65,8 @@ def make_unroll(
         vec: N rows of an environment.
         policy: see :mod:`frl.policies`.
         normalizer: observation normalizer, frozen during the rollout; ``None`` for raw observations.
-        record: optional trajectory fields to compute, among ``obs, final_obs, action, log_prob, entropy, metrics``; the others are ``()``. Reward, flags and ``alive`` are always there.
+        record: optional trajectory fields to compute, among ``obs, final_obs, action, log_prob, entropy, metrics``; the others are ``()``. Reward,
+            flags and ``alive`` are always there.
         attach: recorded fields that carry gradients (reward always does); leaving out what no loss reads saves work in the backward.
         deterministic: act by the distribution's mode; the noise only gives the number of steps.
         clip_actions: clamp actions to the action space before the step (gradient 0 outside, 1 at a bound); log-probabilities stay those of the sample.
@@ -75,8 +77,9 @@ def make_unroll(
         memory, mode: see :func:`frl.scan.scan`.
 
     Returns:
-        ``unroll(params, norm_state, env_state, env_params, noise, *, hyper={}, probe=())``: noise is ``[T, N, A]``; ``hyper`` holds the limits as 0-d tensors; ``probe``, zeros of the noise's shape,
-        is added to the action after the adjoint clip, so that its gradient is the adjoint that reaches each action, before clipping.
+        ``unroll(params, norm_state, env_state, env_params, noise, *, hyper={}, probe=())``: noise is ``[T, N, A]``; ``hyper`` holds the limits as 0-d
+        tensors; ``probe``, zeros of the noise's shape, is added to the action after the adjoint clip, so that its gradient is the adjoint that reaches
+        each action, before clipping.
     """
     unknown = sorted((set(record) | set(attach)) - set(FIELDS))
     if unknown:
@@ -118,7 +121,9 @@ def make_unroll(
             action = clip_adjoint(action, limits[ACTION_LIMIT], rows=-1)
         if "probe" in x:
             action = action + x["probe"]
-        state, outcome = vec.step(state, action, env_params, fresh=x["fresh"], rows=-1)
+        leaves, structure = tree.flatten(state.env)
+        fresh = tree.unflatten(structure, Packing([leaf.detach() for leaf in leaves]).split(x["fresh"]))
+        state, outcome = vec.step(state, action, env_params, fresh=fresh, rows=-1)
         y: dict[str, Any] = {"reward": outcome.reward, "terminated": outcome.terminated, "truncated": outcome.truncated}
         extra = {"obs": obs, "final_obs": outcome.final_obs, "action": action, "metrics": outcome.metrics, **{k: v for k, v in out.items() if k != "action"}}
         for name, value in extra.items():
@@ -126,20 +131,28 @@ def make_unroll(
                 y[name] = value if name in attach else tree.detach(value)
         return state, y
 
-    def draw_block(state: VecState, env_params: PyTree, length: int) -> PyTree:
-        return tree.map(lambda x: x.movedim(1, -1), vec.draw_resets(state, length, env_params))
+    def draw_block(state: VecState, env_params: PyTree, length: int) -> list[Tensor]:
+        leaves = [x.movedim(1, -1) for x in tree.leaves(vec.draw_resets(state, length, env_params))]
+        return Packing([x[0] for x in leaves]).join_stacked(leaves)
 
     draw = compiler.jit(draw_block, mode=mode)
 
-    def draw_resets(state: VecState, env_params: PyTree, length: int) -> PyTree:
-        state, env_params = tree.detach(state._replace(env=())), tree.detach(env_params)
+    def draw_resets(state: VecState, env_params: PyTree, length: int) -> list[Tensor]:
+        """Fresh states of all steps, ``[T, total]`` for each dtype."""
+        state = state._replace(env=())
         if length == horizon:
             return draw(state, env_params, length)
         blocks = []
-        for start in range(0, length, BLOCK):
+        for _ in range(0, length, BLOCK):
             blocks.append(draw(state, env_params, BLOCK))
             state = state._replace(steps=state.steps + BLOCK)
         return tree.map(lambda *x: torch.cat(x)[:length], *blocks)
+
+    def prepare(norm_state: PyTree, env_state: VecState, env_params: PyTree, noise: Tensor) -> tuple[PyTree, PyTree, VecState, Tensor, list[Tensor]]:
+        """What the loop takes and no parameter touches: normalizer view and everything with rows last."""
+        view = normalizer.prepare(norm_state, noise.dtype) if normalizer is not None else ()
+        state = tree.map(lambda x: x.movedim(0, -1).contiguous(), env_state)
+        return view, vec.rows_last(env_params), state, noise.movedim(1, -1).contiguous(), draw_resets(env_state, env_params, noise.shape[0])
 
     def unroll(
         params: PyTree,
@@ -154,13 +167,11 @@ def make_unroll(
         hyper = hyper or {}
         length = noise.shape[0]
         limits = {name: hyper[name] for name in adjoint_limits}
-        view = normalizer.prepare(norm_state, noise.dtype) if normalizer is not None else ()
-        consts = (params, view, vec.rows_last(env_params), limits)
-        resets = draw_resets(env_state, env_params, length)
-        xs: dict[str, Any] = {"noise": noise.movedim(1, -1).contiguous(), "fresh": resets}
+        view, by_row, state, drawn, fresh = compiler.outside(prepare, norm_state, env_state, env_params, noise)
+        consts = (params, view, by_row, limits)
+        xs: dict[str, Any] = {"noise": drawn, "fresh": fresh}
         if not (isinstance(probe, tuple) and probe == ()):
             xs["probe"] = probe.movedim(1, -1)
-        state = tree.map(lambda x: x.movedim(0, -1), env_state)
         size = segment_length or length
         parts = []
         for start in range(0, length, size):
@@ -169,9 +180,8 @@ def make_unroll(
             part = tree.map(lambda x: x[start : start + size], xs) if size < length else xs  # noqa: B023
             state, y = scan(step, consts, state, part, unroll=steps_per_graph, memory=memory, mode=mode)
             parts.append(y)
-        y = tree.map(lambda *leaves: torch.cat(leaves), *parts) if len(parts) > 1 else parts[0]
-        y = tree.map(lambda x: x.movedim(-1, 1), y)
-        done = y["terminated"] | y["truncated"]
+        y: Any = tree.map(lambda *leaves: torch.cat(leaves), *parts) if len(parts) > 1 else parts[0]
+        y = compiler.map_outside(lambda x: x.movedim(-1, 1), y)
         trajectory = Trajectory(
             obs=y.get("obs", ()),
             final_obs=y.get("final_obs", ()),
@@ -181,11 +191,11 @@ def make_unroll(
             reward=y["reward"],
             terminated=y["terminated"],
             truncated=y["truncated"],
-            alive=alive_mask(done),
+            alive=compiler.outside(lambda a, b: alive_mask(a | b), y["terminated"], y["truncated"]),
             metrics=y.get("metrics", {}),
-            initial_obs=vec.observe(env_state, env_params),
+            initial_obs=tree.index(y["obs"], 0) if "obs" in y else (),
         )
-        return tree.map(lambda x: x.movedim(-1, 0).contiguous(), state), trajectory
+        return compiler.map_outside(lambda x: x.movedim(-1, 0).contiguous(), state), trajectory
 
     return unroll
 

@@ -1,7 +1,7 @@
 """A run: from a run file to a directory that holds everything about it.
 
-``<output_dir>/<exp_name>_<stamp>/`` has ``configs/train.yaml`` (every default resolved), ``checkpoints/*.safetensors``, ``metrics.jsonl``, ``logs/`` (TensorBoard), ``summary.json`` and
-``run-manifest.json``, which names the latest and the best checkpoint.
+``<output_dir>/<exp_name>_<stamp>/`` has ``configs/train.yaml`` (every default resolved), ``checkpoints/*.safetensors``, ``metrics.jsonl``, ``logs/``
+(TensorBoard), ``summary.json`` and ``run-manifest.json``, which names the latest and the best checkpoint.
 """
 
 from __future__ import annotations

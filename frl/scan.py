@@ -4,11 +4,11 @@ The whole loop is one custom ``torch.autograd.Function``, so the cost of a ``tor
 operation of every step. Inside it, a compiled step runs T times forward and its compiled backward runs T times in reverse, called directly: no guards, no
 dispatch through transforms, no autograd engine. One step is compiled, so any number of steps runs without a new compilation.
 
-Memory: ``"save"`` keeps what the backward of each step needs, O(T). ``"recompute"`` keeps the carry at about sqrt(T) boundaries and runs each stretch forward again
-before going back through it, O(sqrt(T)), with the same two compiled callables.
+Memory: ``"save"`` keeps what the backward of each step needs, O(T). ``"recompute"`` keeps the carry at about sqrt(T) boundaries and runs each stretch
+forward again before going back through it, O(sqrt(T)), with the same two compiled callables.
 
-Transforms: ``grad``, ``vjp`` (its pullback any number of times), ``jacrev``, ``vmap`` (the mapped step is compiled) and their nestings; a second derivative falls back to an eager loop; forward mode is
-refused. Under ``torch.compile`` the loop is an ordinary Python loop that the tracer unrolls.
+Transforms: ``grad``, ``vjp`` (its pullback any number of times), ``jacrev``, ``vmap`` (the mapped step is compiled) and their nestings; a second
+derivative falls back to an eager loop; forward mode is refused. Under ``torch.compile`` the loop is an ordinary Python loop that the tracer unrolls.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch.autograd import Function
 
 from frl import compile as compiler
 from frl import tree
+from frl.packing import Packing
 
 Carry = TypeVar("Carry")
 MEMORY = ("save", "recompute")
@@ -81,8 +82,8 @@ def _length(xs: Any) -> int:
     leaves = tree.leaves(xs)
     if not leaves:
         raise ValueError("xs has no leaves, so scan does not know how many steps to run; pass at least one tensor [T, ...]")
-    lengths = {name: x.shape[0] if x.ndim else None for name, x in tree.items(xs)}
-    if len(set(lengths.values())) != 1 or None in lengths.values():
+    if any(not isinstance(x, Tensor) or x.ndim == 0 for x in leaves) or len({x.shape[0] for x in leaves}) != 1:
+        lengths = {name: x.shape[0] if isinstance(x, Tensor) and x.ndim else None for name, x in tree.items(xs)}
         raise ValueError(f"every leaf of xs needs the same leading dimension T, got {lengths}")
     length = leaves[0].shape[0]
     if length == 0:
@@ -121,7 +122,7 @@ def _chunk(step: Callable, size: int) -> Callable:
 # -- kernels, kept by the identity of the step ---------------------------------------------------------------------------------------------------------
 
 _CACHE_LIMIT = 256
-_plans: OrderedDict[Any, _Plan] = OrderedDict()
+_plans: OrderedDict[Any, tuple[_Plan, Any]] = OrderedDict()
 _per_code: dict[Any, int] = {}
 
 
@@ -147,7 +148,17 @@ class _Plan:
                     break
                 closed[n_params : n_params + n_carry] = grown
         self.needs = tuple(closed)
-        self.kernel = compiler.Kernel(flat, self.examples, self.needs, mode)
+        out = compiler.describe_outputs(flat, self.examples, self.needs)
+        self.pack = Packing(out[n_carry:])
+        self.y_needs = tuple(y.requires_grad for y in out[n_carry:])
+        self.output_flags = (*self.needs[n_params : n_params + n_carry], *self.y_needs)  # outputs that are differentiable
+
+        def packed(inputs: list[Tensor]) -> list[Tensor]:
+            outputs = flat(inputs)
+            return [*outputs[:n_carry], *self.pack.join(outputs[n_carry:])]
+
+        packed.__name__ = getattr(flat, "__name__", "step")
+        self.kernel = compiler.Kernel(packed, self.examples, self.needs, mode)
 
     @property
     def differentiable(self) -> bool:
@@ -182,7 +193,7 @@ class _Plan:
             out = self.kernel.infer([*params, *carry, *row])
             carry = list(out[:n_carry])
             ys.append(out[n_carry:])
-        return [*carry, *(torch.stack(y) for y in zip(*ys, strict=True))]
+        return [*carry, *self.pack.split_stacked([torch.stack(y) for y in zip(*ys, strict=True)])]
 
     def run_saving(self, leaves: Sequence[Tensor]) -> tuple[list[Tensor], _Residual]:
         params, carry, xs = self.split([x.contiguous() for x in leaves])
@@ -201,7 +212,7 @@ class _Plan:
             ys.append(out[n_carry:])
             if keep:
                 saved.append(residual)
-        outputs = [*carry, *(torch.stack(y) for y in zip(*ys, strict=True))]
+        outputs = [*carry, *self.pack.split_stacked([torch.stack(y) for y in zip(*ys, strict=True)])]
         return outputs, _Residual(params, rows, saved, starts, stride)
 
     def pull_back(self, residual: _Residual, cotangents: Sequence[Tensor]) -> list[Tensor]:
@@ -209,12 +220,11 @@ class _Plan:
         kernel = self.kernel
         n_params, n_carry, _, _ = self.counts
         carry_needs = self.needs[n_params : n_params + n_carry]
-        out_carry, out_y = kernel.out_needs[:n_carry], kernel.out_needs[n_carry:]
         ct_carry = [c.contiguous() for c, need in zip(cotangents[:n_carry], carry_needs, strict=True) if need]
-        ct_ys = [c.contiguous().unbind(0) for c, need in zip(cotangents[n_carry:], out_y, strict=True) if need]
-        ct_rows: list[tuple] = list(zip(*ct_ys, strict=True)) if ct_ys else [()] * len(residual.rows)
-        # Carry leaves that need a gradient but are not an output that depends on anything (a leaf that the step replaces) take no cotangent.
-        live = [need_out for need_in, need_out in zip(carry_needs, out_carry, strict=True) if need_in]
+        ct_packs = self.pack.join_stacked(cotangents[n_carry:], tracked_only=True)
+        ct_rows: list[tuple] = list(zip(*[c.unbind(0) for c in ct_packs], strict=True)) if ct_packs else [()] * len(residual.rows)
+        # A carry leaf that the step replaces by something constant needs a gradient as an input and takes no cotangent as an output.
+        live = [out for need, out in zip(carry_needs, kernel.out_needs[:n_carry], strict=True) if need]
         n_diff_params = sum(self.needs[:n_params])
         n_diff_carry = len(live)
         total: list[Tensor] | None = None
@@ -226,7 +236,7 @@ class _Plan:
                 # Kernels may hand out one buffer for two results; sums are made in buffers of our own.
                 total = [g.clone() for g in grads[:n_diff_params]]
             elif n_diff_params:
-                torch._foreach_add_(total, list(grads[:n_diff_params]))
+                torch._foreach_add_(total, list(grads[:n_diff_params]))  # pyright: ignore[reportPrivateImportUsage]
             ct_carry = [g.contiguous() for g in grads[n_diff_params : n_diff_params + n_diff_carry]]
             x_grads.append(grads[n_diff_params + n_diff_carry :])
         stacked = [torch.stack(g[::-1]) for g in zip(*x_grads, strict=True)]
@@ -266,8 +276,10 @@ def _scan(step: Callable, params: Any, carry: Any, xs: Any, memory: str, mode: s
     c, c_tree = tree.flatten(carry)
     x, x_tree = tree.flatten(xs)
     leaves = [*p, *c, *x]
-    for name, leaf in tree.items({"params": params, "carry": carry, "xs": xs}):
-        if not isinstance(leaf, Tensor):
+    if not all(isinstance(leaf, Tensor) for leaf in leaves):
+        for name, leaf in tree.items({"params": params, "carry": carry, "xs": xs}):
+            if isinstance(leaf, Tensor):
+                continue
             raise ValueError(f"scan takes tensors only, got {type(leaf).__name__} at {name}; make it a 0-d tensor, or close over it if it never changes")
     needs = tuple(leaf.is_floating_point() and compiler.is_transformed(leaf) for leaf in leaves)
     shapes = tuple((leaf.shape if i < len(p) + len(c) else leaf.shape[1:], leaf.dtype, leaf.device) for i, leaf in enumerate(leaves))
@@ -280,7 +292,9 @@ def _scan(step: Callable, params: Any, carry: Any, xs: Any, memory: str, mode: s
             _plans.popitem(last=False)
     plan, y_tree = found
     # When nothing is recorded, needs is all False and the loop is an ordinary function.
-    if plan.differentiable:
+    if plan.differentiable and compiler.only_gradients():
+        outputs = _apply_light(plan, leaves)
+    elif plan.differentiable:
         outputs = _Scan.apply(plan, *leaves)[:-1]
     else:
         with compiler.below_transforms():
@@ -332,16 +346,12 @@ class _Scan(Function):
         plan, *leaves = inputs
         ctx.plan, ctx.residual = plan, output[-1]
         ctx.save_for_backward(*leaves)
-        n_carry = plan.counts[1]
-        carry_needs = plan.needs[plan.counts[0] : plan.counts[0] + n_carry]
-        differentiable = [*carry_needs, *plan.kernel.out_needs[n_carry:]]
-        ctx.differentiable = differentiable
-        ctx.mark_non_differentiable(*(y for y, need in zip(output[:-1], differentiable, strict=True) if not need))
+        ctx.mark_non_differentiable(*(y for y, need in zip(output[:-1], plan.output_flags, strict=True) if not need))
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> tuple:
         plan, leaves = ctx.plan, ctx.saved_tensors
-        given = [c for c, need in zip(cotangents[:-1], ctx.differentiable, strict=True) if need]
+        given = [c for c, need in zip(cotangents[:-1], plan.output_flags, strict=True) if need]
         grads = iter(_PullBack.apply(plan, ctx.residual, *leaves, *given))
         # The plan's needs can exceed the call's: a carry leaf that only later steps make differentiable gets a gradient nobody asked for.
         result = [next(grads) if need else None for need in plan.needs]
@@ -358,6 +368,86 @@ class _Scan(Function):
         outputs = _Scan.apply(mapped, *moved)
         n_carry = plan.counts[1]
         return outputs, (*([0] * n_carry), *([1] * (len(outputs) - 1 - n_carry)), None)
+
+
+class _Constants:
+    """Tensors that travel through a custom function without its machinery seeing them: they carry no history."""
+
+    def __init__(self, values: list[Any]) -> None:
+        self.values = values
+
+
+def _apply_light(plan: _Plan, leaves: list[Tensor]) -> list[Tensor]:
+    """The differentiable loop when only ``grad`` and ``vjp`` levels are active: what carries no history goes in and comes out beside the transforms."""
+    asked = plan.call_needs
+    constants = _Constants([None if need else compiler.plain(x) for x, need in zip(leaves, asked, strict=True)])
+    *tracked, rest = _LightScan.apply(plan, constants, *(x for x, need in zip(leaves, asked, strict=True) if need))
+    tracked = iter(tracked)
+    return [next(tracked) if x is None else x for x in rest.values]
+
+
+class _LightScan(Function):
+    """As ``_Scan`` with constant inputs and outputs in opaque boxes. The last output's box also holds the residual."""
+
+    @staticmethod
+    def forward(plan: _Plan, constants: _Constants, *tracked: Tensor) -> tuple:
+        outputs, residual = plan.run_saving(_merge(constants, tracked))
+        flags = plan.output_flags
+        box = _Constants([None if flag else x for x, flag in zip(outputs, flags, strict=True)])
+        box.residual = residual
+        return (*(x for x, flag in zip(outputs, flags, strict=True) if flag), box)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        ctx.plan, ctx.constants, *tracked = inputs
+        ctx.residual = output[-1].residual
+        ctx.save_for_backward(*tracked)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> tuple:
+        plan, tracked = ctx.plan, ctx.saved_tensors
+        given = cotangents[:-1]
+        if any(compiler.has_lower_history(x) for x in (*tracked, *given)):
+            grads = _PullBack.apply(plan, ctx.residual, *_merge(ctx.constants, tracked), *given)
+        else:
+            with compiler.below_transforms():
+                plain = [compiler.plain(x.detach()) for x in given]
+                grads = plan.pull_back(ctx.residual, _spread(plan, ctx.constants.values, plain))
+            # Nothing outside can differentiate this backward; should something inside the same level try, it gets an error and not a zero.
+            grads = _Once.apply(tracked[0], *grads)
+        wanted = [asked for need, asked in zip(plan.needs, plan.call_needs, strict=True) if need]
+        return (None, None, *(g for g, asked in zip(grads, wanted, strict=True) if asked))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, *args: Any) -> Any:
+        raise RuntimeError("frl.scan was entered without vmap and is mapped inside; this is a fault in frl")
+
+
+class _Once(Function):
+    """Identity on gradients that refuses to be differentiated."""
+
+    @staticmethod
+    def forward(anchor: Tensor, *grads: Tensor) -> tuple:
+        return tuple(g.view_as(g) for g in grads)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        raise RuntimeError(
+            "frl.scan cannot be differentiated twice at one transform level (torch.autograd.grad inside torch.func.grad); nest torch.func.grad instead"
+        )
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, anchor: Tensor, *grads: Tensor) -> Any:
+        return grads, in_dims[1:]
+
+
+def _merge(constants: _Constants, tracked: Sequence[Tensor]) -> list[Tensor]:
+    values = iter(tracked)
+    return [next(values) if x is None else x for x in constants.values]
 
 
 class _PullBack(Function):
@@ -445,10 +535,8 @@ def _batch_inputs(plan: _Plan, leaves: Sequence[Tensor], dims: Sequence[int | No
 
 def _spread(plan: _Plan, leaves: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
     """Cotangents at their places among all outputs; the places of non-differentiable outputs are never read."""
-    n_params, n_carry, _, n_y = plan.counts
-    flags = [*plan.needs[n_params : n_params + n_carry], *plan.kernel.out_needs[n_carry:]]
     values = iter(given)
-    return [next(values) if need else leaves[0] for need in flags]
+    return [next(values) if need else leaves[0] for need in plan.output_flags]
 
 
 def _eager_pull_back(plan: _Plan, tensors: Sequence[Tensor]) -> tuple:
@@ -457,7 +545,7 @@ def _eager_pull_back(plan: _Plan, tensors: Sequence[Tensor]) -> tuple:
     n_params, n_carry, _, _ = plan.counts
     leaves, given = list(tensors[:n_in]), tensors[n_in:]
     wanted = [i for i, need in enumerate(plan.needs) if need]
-    flags = [*plan.needs[n_params : n_params + n_carry], *plan.kernel.out_needs[n_carry:]]
+    flags = plan.output_flags
 
     def forward(*values: Tensor) -> tuple:
         full = list(leaves)

@@ -19,7 +19,7 @@ PyTree = Any
 _NAMESPACE = ""
 
 
-def map(fn: Callable, tree: PyTree, *rest: PyTree) -> PyTree:  # noqa: A001
+def map(fn: Callable, tree: PyTree, *rest: PyTree) -> PyTree:
     """Apply ``fn`` to matching leaves of one or more trees of the same structure."""
     return optree.tree_map(fn, tree, *rest, namespace=_NAMESPACE)
 
@@ -106,14 +106,6 @@ def detach(tree: PyTree) -> PyTree:
 def floating(tree: PyTree) -> list[Tensor]:
     """The floating-point leaves."""
     return [x for x in leaves(tree) if isinstance(x, Tensor) and x.is_floating_point()]
-
-
-def norm(tree: PyTree) -> Tensor:
-    """Global 2-norm over the floating leaves, 0-d; 0 for a tree without any."""
-    parts = floating(tree)
-    if not parts:
-        return torch.zeros(())
-    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(x) for x in parts]))
 
 
 def all_finite(tree: PyTree) -> Tensor:

@@ -49,7 +49,7 @@ class Trajectory(NamedTuple):
     truncated: Tensor  # [T, N] bool
     alive: Tensor  # [T, N] bool: no earlier step of this rollout was done
     metrics: Metrics  # {name: [T, N]}
-    initial_obs: PyTree  # [N, ...]
+    initial_obs: PyTree  # [N, ...] (when obs is recorded)
 
 
 class Rollout(NamedTuple):

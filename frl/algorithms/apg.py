@@ -1,8 +1,9 @@
 """Analytic policy gradients: differentiate the return of a rollout through the environment.
 
-``make_apg`` gives ``init``, ``collect`` and ``update``. A rollout is the complete rollout's inputs (start state, environment parameters, noise), and ``update`` is ``torch.func.grad`` over the
-rollout function. Two modes: *segmented* continues the episodes of the last update and cuts the gradient every ``segment_length`` steps; *complete* starts new episodes, differentiates
-through all of them and counts each row up to its first done.
+``make_apg`` gives ``init``, ``collect`` and ``update``. A rollout is the complete rollout's inputs (start state, environment parameters, noise), and
+``update`` is ``torch.func.grad`` over the
+rollout function. Two modes: *segmented* continues the episodes of the last update and cuts the gradient every ``segment_length`` steps; *complete*
+starts new episodes, differentiates through all of them and counts each row up to its first done.
 """
 
 from __future__ import annotations
@@ -240,7 +241,7 @@ def make_apg(
         k_params, k_env, k_run = rng.split(key, 3)
         params = policy.init(k_params, dtype=dtype, device=env.device)
         zero = torch.zeros((), dtype=torch.int64, device=env.device)
-        number = lambda x: torch.as_tensor(math.inf if x is None else float(x), dtype=dtype, device=env.device)  # noqa: E731
+        number = lambda x: torch.as_tensor(math.inf if x is None else float(x), dtype=dtype, device=env.device)
         gate = config.max_grad_norm_before_clip
         hyper: Hyper = {
             "optimizer.learning_rate": number(learning_rate),

@@ -54,8 +54,8 @@ def window_means(window: EpisodeWindow) -> tuple[Tensor, Tensor]:
 def track(window: EpisodeWindow, trajectory: Trajectory, *, complete: bool) -> tuple[EpisodeWindow, Metrics]:
     """Window and metrics after one rollout.
 
-    In a complete rollout a row's first episode counts alone: what follows is outside the objective. Rows reset because they were not finite are counted apart and
-    never enter a mean.
+    In a complete rollout a row's first episode counts alone: what follows is outside the objective. Rows reset because they were not finite are counted
+    apart and never enter a mean.
     """
     metrics = trajectory.metrics
     bad = metrics["nonfinite"]

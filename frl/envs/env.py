@@ -43,7 +43,8 @@ class Env:
         spec: see :class:`EnvSpec`.
         observation_space: ``gymnasium.spaces.Box`` (or ``Dict`` of them) of one row.
         action_space: gymnasium space of one row's action.
-        default_params: ``env_params``: a pytree of 0-d tensors (masses, lengths, difficulty, ...). Differentiable, and free to vary by row or population member.
+        default_params: ``env_params``: a pytree of 0-d tensors (masses, lengths, difficulty, ...). Differentiable, and free to vary by row or
+            population member.
         reset: ``reset(key [2], env_params) -> env_state``.
         observe: ``observe(env_state, env_params) -> obs [O]`` (or a nested dict of tensors).
         step: ``step(env_state, action [A], env_params) -> (env_state, Outcome)``; no in-place change of the arguments.

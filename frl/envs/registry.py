@@ -1,7 +1,7 @@
 """Names of environments: register, list, build.
 
-Built-in environments are imported when they are asked for. Other packages add theirs with ``register_learning_env``, through the entry-point group ``frl.envs``, or by being listed under
-``trainer.imports`` in a run file.
+Built-in environments are imported when they are asked for. Other packages add theirs with ``register_learning_env``, through the entry-point group
+``frl.envs``, or by being listed under ``trainer.imports`` in a run file.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from frl.envs.env import Env
-from frl.envs.vector import VecEnv, make_vec_env
+from frl.envs.vector import make_vec_env
 from frl.registry import Registry
 
 _REGISTRY = Registry("environment", group="frl.envs")
@@ -70,10 +70,11 @@ def build_learning_env(name: str, *, num_envs: int = 1, device: torch.device | s
     return make_vec_env(built, num_envs, device) if isinstance(built, Env) else built
 
 
-def _builtin(name: str) -> None:
-    module = importlib.import_module(f"frl.envs.{name}")
-    register_learning_env(name, getattr(module, name))
+def _builtin(name: str, module: str | None = None) -> None:
+    register_learning_env(name, getattr(importlib.import_module(f"frl.envs.{module or name}"), name))
 
 
-for _name in ("point_mass", "double_integrator", "pendulum"):
+for _name in ("point_mass", "double_integrator", "pendulum", "cartpole"):
     _builtin(_name)
+for _name in ("constant_reward", "action_reward", "observation_reward", "matching_reward", "delayed_reward", "two_lengths", "final_observation"):
+    _builtin(f"probe_{_name}", "probes")

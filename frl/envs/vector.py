@@ -5,7 +5,8 @@ Fresh states are drawn by row: reset number ``s`` of row ``i`` uses ``fold_in(ke
 on how many there are. For a compiled rollout the fresh states of all steps are drawn in one block before time starts (``draw_resets``); the bits are those that
 ``step`` would draw by itself.
 
-Rows are the first dimension of every leaf in the public layout. Inside compiled loops they are the last one (``rows=-1``), which lets generated kernels vectorise over rows.
+Rows are the first dimension of every leaf in the public layout. Inside compiled loops they are the last one (``rows=-1``), which lets generated kernels
+vectorise over rows.
 """
 
 from __future__ import annotations
@@ -110,8 +111,8 @@ class VecEnv:
             rows: 0, or -1 for the layout with rows last (leaves ``[..., N]``).
 
         Returns:
-            New state and :class:`frl.types.TimeStep`. Its metrics hold the environment's own and ``episode_return``, ``episode_length`` (both including this step) and ``nonfinite`` (the
-            row's state or reward was not finite: it counts as terminated and is reset).
+            New state and :class:`frl.types.TimeStep`. Its metrics hold the environment's own and ``episode_return``, ``episode_length`` (both including
+            this step) and ``nonfinite`` (the row's state or reward was not finite: it counts as terminated and is reset).
         """
         env = self.env
         if isinstance(fresh, tuple) and fresh == ():
