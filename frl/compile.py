@@ -86,8 +86,11 @@ def plain(x: Tensor) -> Tensor:
 
 
 def outside(fn: Callable, *args: Any) -> Any:
-    """``fn(*args)``, below the transform levels when no argument carries history: constants of a differentiated function then cost what they cost
-    outside it.""" if functorch.peek_interpreter_stack() is None:
+    """``fn(*args)``, below the transform levels when no argument carries history.
+
+    Constants of a differentiated function then cost what they cost outside it.
+    """
+    if functorch.peek_interpreter_stack() is None:
         return fn(*args)
     leaves, structure = tree.flatten(args)
     if any(isinstance(x, Tensor) and is_transformed(x) for x in leaves):

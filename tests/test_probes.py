@@ -30,7 +30,7 @@ EVERY = pytest.mark.parametrize("name", NAMES)
 
 
 def _play(
-    name: str, act: Callable[[Tensor, Tensor], Tensor], steps: int = 40, rows: int = 8, dtype: torch.dtype = FLOAT64, device: Any = "cpu", **cfg: Any
+    name: str, act: Callable[[Tensor, Tensor], Tensor], steps: int = 16, rows: int = 8, dtype: torch.dtype = FLOAT64, device: Any = "cpu", **cfg: Any
 ) -> dict:
     """``act(obs [N, 1], key) -> action``; every field is ``[T, N, ...]``."""
     vec = make_vec_env(getattr(probes, name)(dtype=dtype, **cfg), rows, device)
@@ -198,12 +198,12 @@ def test_shapes_dtypes_and_spaces(name, continuous, dtype, device):
     played = _play(name, act, dtype=dtype, continuous=continuous, device=device)
     env = getattr(probes, name)(dtype=dtype, continuous=continuous)
     for field in ("obs", "final_obs", "next_obs"):
-        assert played[field].shape == (40, 8, 1)
+        assert played[field].shape == (16, 8, 1)
         assert played[field].dtype == dtype
         for obs in played[field].flatten(0, 1).cpu().numpy():
             assert env.observation_space.contains(obs)
     assert played["reward"].dtype == dtype
-    assert played["reward"].shape == (40, 8)
+    assert played["reward"].shape == (16, 8)
     assert isinstance(env.action_space, spaces.Box if continuous else spaces.Discrete)
     done = played["terminated"] | played["truncated"]
     assert done.any()
