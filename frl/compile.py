@@ -243,9 +243,10 @@ def _boxed(graph: Any) -> Callable[[list], Sequence]:
 
 
 def _fake(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Shapes without data. A tensor that the function closes over is no argument: it becomes a constant of the graph."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    mode = FakeTensorMode()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
     return [mode.from_tensor(x.detach()) for x in tensors]
 
 
@@ -276,7 +277,7 @@ class Kernel:
             self.examples = [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in examples]
         self.out_needs = output_needs(fn, self.examples, self.needs)
         self._forward: Callable[[list], Sequence] | None = None
-        self._backward: Callable[[list], Sequence] | None = None
+        self._backward: Any = None
         self._infer: Callable[[list], Sequence] | None = None
         self._dynamo: Callable | None = None
         self._backward_graph: Any = None
@@ -308,7 +309,9 @@ class Kernel:
         def flat(*args: Tensor) -> list[Tensor]:
             return _fresh(self.fn(list(args)), args)
 
-        graph = aot_export_joint_simple(flat, tuple(self.examples), trace_joint=False, decompositions=_decompositions() if self.mode == "inductor" else None)
+        graph: Any = aot_export_joint_simple(
+            flat, tuple(_fake(self.examples)), trace_joint=False, decompositions=_decompositions() if self.mode == "inductor" else None
+        )
         if self.mode == "aot_eager":
             return _boxed(graph)
         return _inductor(graph, _fake(self.examples), inference=True)
@@ -365,9 +368,9 @@ class Kernel:
             outputs = _fresh(self.fn(list(args)), args)
             return [y if need else y.detach().clone() for y, need in zip(outputs, self.out_needs, strict=True)]
 
-        examples = tuple(x.detach().requires_grad_(need) for x, need in zip(self.examples, self.needs, strict=True))
+        examples = tuple(x.requires_grad_(need) for x, need in zip(_fake(self.examples), self.needs, strict=True))
         with torch.enable_grad():
-            joint = aot_export_joint_simple(flat, examples, trace_joint=True, decompositions=_decompositions() if self.mode == "inductor" else None)
+            joint: Any = aot_export_joint_simple(flat, examples, trace_joint=True, decompositions=_decompositions() if self.mode == "inductor" else None)
         forward, backward = min_cut_rematerialization_partition(joint, None, num_fwd_outputs=self._n_out)
         self._align(forward, backward)
         if self.mode == "aot_eager":

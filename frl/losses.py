@@ -238,7 +238,7 @@ def k3(log_prob: Tensor, other_log_prob: Tensor) -> Tensor:
     Source: Schulman 2020, "Approximating KL divergence", estimator k3.
     """
     d = other_log_prob - log_prob
-    # expm1 keeps the digits of a small d that exp(d) - 1 loses, but may be an ulp below it.
+    # expm1 keeps the digits of a small d that exp(d) - 1 loses; where a device does not round it correctly it may be an ulp below d.
     low, excess = _split(d)
     return torch.clamp(torch.expm1(low) + torch.exp(low) * excess - d, min=0)
 

@@ -21,7 +21,7 @@ from frl.returns import alive_mask
 from frl.scan import scan
 from frl.types import Normalizer, PyTree, Trajectory
 
-FIELDS = ("obs", "final_obs", "action", "log_prob", "entropy", "metrics")
+FIELDS = ("obs", "final_obs", "action", "raw", "log_prob", "entropy", "metrics")
 BLOCK = 16  # steps drawn by one call when the number of steps is not known beforehand, so that any number uses the same graph
 ACTION_LIMIT = "action_adjoint_max_norm"
 STATE_LIMIT = "state_adjoint_max_norm"
@@ -65,7 +65,7 @@ def make_unroll(
         vec: N rows of an environment.
         policy: see :mod:`frl.policies`.
         normalizer: observation normalizer, frozen during the rollout; ``None`` for raw observations.
-        record: optional trajectory fields to compute, among ``obs, final_obs, action, log_prob, entropy, metrics``; the others are ``()``. Reward,
+        record: optional trajectory fields to compute, among ``obs, final_obs, action, raw, log_prob, entropy, metrics``; the others are ``()``. Reward,
             flags and ``alive`` are always there.
         attach: recorded fields that carry gradients (reward always does); leaving out what no loss reads saves work in the backward.
         deterministic: act by the distribution's mode; the noise only gives the number of steps.
@@ -101,6 +101,8 @@ def make_unroll(
         else:
             sample = distribution.sample(dist, noise)
             out["action"] = sample.action
+            if "raw" in record:
+                out["raw"] = sample.raw
             if "log_prob" in record:
                 out["log_prob"] = distribution.log_prob(dist, sample)
         if "entropy" in record:
@@ -140,15 +142,19 @@ def make_unroll(
     def draw_resets(state: VecState, env_params: PyTree, length: int) -> list[Tensor]:
         """Fresh states of all steps, ``[T, total]`` for each dtype."""
         state = state._replace(env=())
-        if length == horizon:
+        if length == horizon and memory == "save":
             return draw(state, env_params, length)
-        blocks = []
-        for _ in range(0, length, BLOCK):
-            blocks.append(draw(state, env_params, BLOCK))
+        packs: list[Tensor] = []
+        for start in range(0, length, BLOCK):
+            block = draw(state, env_params, BLOCK)
+            if not packs:
+                packs = [x.new_empty((length, *x.shape[1:])) for x in block]
+            for pack, x in zip(packs, block, strict=True):
+                pack[start : start + BLOCK] = x[: length - start]
             state = state._replace(steps=state.steps + BLOCK)
-        return tree.map(lambda *x: torch.cat(x)[:length], *blocks)
+        return packs
 
-    def prepare(norm_state: PyTree, env_state: VecState, env_params: PyTree, noise: Tensor) -> tuple[PyTree, PyTree, VecState, Tensor, list[Tensor]]:
+    def prepare(norm_state: PyTree, env_state: VecState, env_params: PyTree, noise: Tensor) -> tuple[PyTree, PyTree, PyTree, Tensor, list[Tensor]]:
         """What the loop takes and no parameter touches: normalizer view and everything with rows last."""
         view = normalizer.prepare(norm_state, noise.dtype) if normalizer is not None else ()
         state = tree.map(lambda x: x.movedim(0, -1).contiguous(), env_state)
@@ -163,7 +169,7 @@ def make_unroll(
         *,
         hyper: Mapping[str, Tensor] | None = None,
         probe: Any = (),
-    ) -> tuple[VecState, Trajectory]:
+    ) -> tuple[Any, Trajectory]:
         hyper = hyper or {}
         length = noise.shape[0]
         limits = {name: hyper[name] for name in adjoint_limits}
@@ -171,7 +177,7 @@ def make_unroll(
         consts = (params, view, by_row, limits)
         xs: dict[str, Any] = {"noise": drawn, "fresh": fresh}
         if not (isinstance(probe, tuple) and probe == ()):
-            xs["probe"] = probe.movedim(1, -1)
+            xs["probe"] = tree.map(lambda x: x.movedim(1, -1), probe)
         size = segment_length or length
         parts = []
         for start in range(0, length, size):
@@ -186,6 +192,7 @@ def make_unroll(
             obs=y.get("obs", ()),
             final_obs=y.get("final_obs", ()),
             action=y.get("action", ()),
+            raw=y.get("raw", ()),
             log_prob=y.get("log_prob", ()),
             entropy=y.get("entropy", ()),
             reward=y["reward"],

@@ -373,8 +373,9 @@ class _Scan(Function):
 class _Constants:
     """Tensors that travel through a custom function without its machinery seeing them: they carry no history."""
 
-    def __init__(self, values: list[Any]) -> None:
+    def __init__(self, values: list[Any], residual: Any = None) -> None:
         self.values = values
+        self.residual = residual
 
 
 def _apply_light(plan: _Plan, leaves: list[Tensor]) -> list[Tensor]:
@@ -393,8 +394,7 @@ class _LightScan(Function):
     def forward(plan: _Plan, constants: _Constants, *tracked: Tensor) -> tuple:
         outputs, residual = plan.run_saving(_merge(constants, tracked))
         flags = plan.output_flags
-        box = _Constants([None if flag else x for x, flag in zip(outputs, flags, strict=True)])
-        box.residual = residual
+        box = _Constants([None if flag else x for x, flag in zip(outputs, flags, strict=True)], residual)
         return (*(x for x, flag in zip(outputs, flags, strict=True) if flag), box)
 
     @staticmethod
@@ -475,7 +475,7 @@ class _PullBack(Function):
                 full[i] = value
             return _eager_pull_back(plan, full)
 
-        _, pull = torch.func.vjp(again, *(tensors[i] for i in differentiable))
+        _, pull = torch.func.vjp(again, *(tensors[i] for i in differentiable))[:2]
         grads: list[Tensor | None] = [None] * len(tensors)
         for i, g in zip(differentiable, pull(tuple(cotangents)), strict=True):
             grads[i] = g
@@ -560,5 +560,5 @@ def _eager_pull_back(plan: _Plan, tensors: Sequence[Tensor]) -> tuple:
         outputs = [*carry, *(torch.stack(y) for y in zip(*ys, strict=True))]
         return tuple(y for y, need in zip(outputs, flags, strict=True) if need)
 
-    _, pull = torch.func.vjp(forward, *(leaves[i] for i in wanted))
+    _, pull = torch.func.vjp(forward, *(leaves[i] for i in wanted))[:2]
     return pull(tuple(given))

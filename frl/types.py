@@ -41,7 +41,8 @@ class Trajectory(NamedTuple):
 
     obs: PyTree  # [T, N, ...] raw observation that the policy acted on
     final_obs: PyTree  # [T, N, ...] after the step, before any reset
-    action: Tensor  # [T, N, A] as given to the environment
+    action: Tensor  # [T, N, A] (or [T, N] for a discrete action) as given to the environment
+    raw: Tensor  # the same before squashing, clamping or a start offset: what log_prob scores
     log_prob: Tensor  # [T, N]
     entropy: Tensor  # [T, N]
     reward: Tensor  # [T, N]
@@ -57,7 +58,7 @@ class Rollout(NamedTuple):
 
     env_state: PyTree  # state of the N rows at the first step
     env_params: PyTree
-    noise: Tensor  # [T, N, A] (or a pytree of [T, N, ...])
+    noise: Tensor  # [T, N, noise_dim] of the policy's distribution
     objective_scale: Tensor  # [] or [N]
 
 

@@ -314,6 +314,9 @@ def test_asymmetric_critic():
     assert shared.critic_obs_groups == ("b", "a")
     assert not shared.uses_separate_critic_obs
     assert build_policy(BLOCK, space, ACT).critic_obs_dim == 17
+    direct = actor_critic(4, ACT, actor=NET, critic=NET, obs_groups=("b", "c"))
+    assert direct.critic_obs_groups == ("b", "c")
+    assert not direct.uses_separate_critic_obs
     with pytest.raises(KeyError, match="robot.x"):
         build_policy({**BLOCK, "obs_groups": {"actor": ["b"], "critic": ["robot.x"]}}, space, ACT)
 

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from frl import compile as compiler
 from frl import rng, tree
-from frl.algorithms.registry import build_algo, get_registered_algo_names
+from frl.algorithms import registry as algorithms
 from frl.envs.check import check_env
 from frl.envs.env import Env
 from frl.envs.registry import build_learning_env, get_learning_env_factory, get_registered_learning_env_names
@@ -72,19 +72,27 @@ def close(a: Any, b: Any, ops: int) -> None:
 # ---- environments ----
 
 ENVS = own(get_registered_learning_env_names(), get_learning_env_factory)
-every_env = pytest.mark.parametrize("name", ENVS)
-SETTINGS = {"double_integrator": {"dimensions": 2}}
+CHOICES = {"double_integrator": {"dimensions": 2}}
+CONSTANT_STARTS = {"probe_constant_reward", "probe_action_reward", "probe_delayed_reward"}
 
 
-def make_env(name: str, **options: Any) -> Env:
-    env = get_learning_env_factory(name)(**{**SETTINGS.get(name, {}), **options})
+def taken(name: str, **options: Any) -> dict[str, Any]:
+    """The options that the factory of ``name`` takes."""
+    parameters = inspect.signature(get_learning_env_factory(name)).parameters
+    return {key: value for key, value in options.items() if key in parameters}
+
+
+# Both kinds of actions where an environment offers them.
+VARIANTS_OF_ENVS = [(name, options) for name in ENVS for options in ({}, *([{"continuous": True}] if taken(name, continuous=True) else []))]
+every_env = pytest.mark.parametrize(
+    ("name", "options"), VARIANTS_OF_ENVS, ids=[f"{name}{'-continuous' if options else ''}" for name, options in VARIANTS_OF_ENVS]
+)
+
+
+def make_env(name: str, options: dict[str, Any], **more: Any) -> Env:
+    env = get_learning_env_factory(name)(**{**CHOICES.get(name, {}), **options, **taken(name, **more)})
     assert isinstance(env, Env)
     return env
-
-
-def size(env: Env) -> int:
-    assert isinstance(env.action_space, spaces.Box)
-    return env.action_space.shape[0]
 
 
 def rows_of(env: Env, count: int, seed: int = 0, dtype: torch.dtype = F32) -> tuple[VecEnv, Any, Any]:
@@ -94,9 +102,12 @@ def rows_of(env: Env, count: int, seed: int = 0, dtype: torch.dtype = F32) -> tu
 
 
 def drawn_actions(env: Env, steps: int, count: int, dtype: torch.dtype = F32) -> Tensor:
-    """Normal and wide, so that bounded actions are also outside their bounds. Row ``i`` does not depend on the number of rows."""
+    """``[steps, count, ...]``. Boxes are left now and then. Row ``i`` does not depend on the number of rows."""
     keys = rng.fold_in(rng.key(99), torch.arange(count))
-    return 1.5 * rng.normal(keys, (steps, size(env)), dtype=dtype).movedim(0, 1)
+    if isinstance(env.action_space, spaces.Discrete):
+        return rng.randint(keys, (steps,), 0, int(env.action_space.n)).mT
+    assert isinstance(env.action_space, spaces.Box)
+    return 1.5 * rng.normal(keys, (steps, *env.action_space.shape), dtype=dtype).movedim(0, 1)
 
 
 def play(vec: VecEnv, state: Any, env_params: Any, actions: Tensor) -> tuple[Any, list[Any]]:
@@ -112,23 +123,25 @@ def test_there_are_environments():
 
 
 @every_env
-def test_env_tells_its_facts(name: str):
-    env = make_env(name)
+def test_env_tells_its_facts(name: str, options: dict[str, Any]):
+    env = make_env(name, options)
     assert env.spec.name == name
     assert env.spec.dt > 0
-    assert make_env(name, max_episode_steps=7).spec.max_episode_steps == 7
-    assert make_env(name, max_episode_steps=None).spec.max_episode_steps is None
     assert all(x.ndim == 0 and x.is_floating_point() for x in tree.leaves(env.default_params))
+    assert not env.spec.differentiable or isinstance(env.action_space, spaces.Box)
     with pytest.raises(TypeError, match="no_such_key"):
         build_learning_env(name, no_such_key=1)
-    with pytest.raises(ValueError, match="max_episode_steps"):
-        make_env(name, max_episode_steps=0)
+    if taken(name, max_episode_steps=7):
+        assert make_env(name, options, max_episode_steps=7).spec.max_episode_steps == 7
+        for bad in (0, -1, 2.5, True, math.nan):
+            with pytest.raises(ValueError, match="max_episode_steps"):
+                make_env(name, options, max_episode_steps=bad)
 
 
 @every_env
 @pytest.mark.parametrize("dtype", [F32, F64])
-def test_env_stays_in_its_spaces(name: str, dtype: torch.dtype):
-    env = make_env(name, dtype=dtype, max_episode_steps=5)
+def test_env_stays_in_its_spaces(name: str, options: dict[str, Any], dtype: torch.dtype):
+    env = make_env(name, options, dtype=dtype, max_episode_steps=5)
     vec, state, env_params = rows_of(env, 6, dtype=dtype)
     seen = [vec.observe(state, env_params)]
     for step in play(vec, state, env_params, drawn_actions(env, 12, 6, dtype))[1]:
@@ -142,8 +155,8 @@ def test_env_stays_in_its_spaces(name: str, dtype: torch.dtype):
 
 
 @every_env
-def test_env_is_pure_and_deterministic(name: str):
-    env = make_env(name)
+def test_env_is_pure_and_deterministic(name: str, options: dict[str, Any]):
+    env = make_env(name, options)
     key, action = rng.key(3), drawn_actions(env, 1, 1)[0, 0]
     arguments = (key, env.default_params, action)
     before = copied(arguments)
@@ -156,13 +169,14 @@ def test_env_is_pure_and_deterministic(name: str):
     assert same(env.reset(key, env.default_params), state)
     assert same(env.step(state, action, env.default_params), (stepped, outcome))
     assert same(env.observe(state, env.default_params), obs)
-    assert not same(env.reset(rng.key(4), env.default_params), state)
+    others = [env.reset(rng.key(seed), env.default_params) for seed in range(16)]
+    assert all(same(other, state) for other in others) == (name in CONSTANT_STARTS)
     assert not {x.data_ptr() for x in tree.leaves(env.default_params)} & {x.data_ptr() for x in tree.leaves(state)}
 
 
 @every_env
-def test_env_outcomes_have_one_shape(name: str):
-    env = make_env(name)
+def test_env_outcomes_have_one_shape(name: str, options: dict[str, Any]):
+    env = make_env(name, options)
     state = env.reset(rng.key(0), env.default_params)
     names = None
     for action in drawn_actions(env, 4, 1)[:, 0]:
@@ -178,30 +192,32 @@ def test_env_outcomes_have_one_shape(name: str):
 
 
 @every_env
-@pytest.mark.parametrize("dtype", [F32, F64])
-@pytest.mark.parametrize("built", [F32, F64])
-def test_env_follows_the_dtype_of_its_parameters(name: str, built: torch.dtype, dtype: torch.dtype):
-    env = make_env(name, dtype=built)
-    vec, state, env_params = rows_of(env, 2, dtype=dtype)
-    state, steps = play(vec, state, env_params, drawn_actions(env, 2, 2, dtype))
-    assert {x.dtype for x in tree.floating((state, steps))} == {dtype}
+def test_env_follows_the_dtype_of_its_parameters(name: str, options: dict[str, Any]):
+    for built in (F32, F64):
+        env = make_env(name, options, dtype=built)
+        for dtype in (F32, F64):
+            vec, state, env_params = rows_of(env, 2, dtype=dtype)
+            state, steps = play(vec, state, env_params, drawn_actions(env, 2, 2, dtype))
+            assert {x.dtype for x in tree.floating((state, steps))} == {dtype}
 
 
 @every_env
-def test_env_in_float32_is_a_rounding_of_float64(name: str):
-    env = make_env(name)
+def test_env_in_float32_is_a_rounding_of_float64(name: str, options: dict[str, Any]):
+    env = make_env(name, options)
     results = []
     for dtype in (F32, F64):
-        vec, state, env_params = rows_of(env, 4, dtype=dtype)
-        state = cast(rows_of(env, 4)[1], dtype)
-        results.append(torch.stack([step.reward for step in play(vec, state, env_params, drawn_actions(env, 3, 4).to(dtype))[1]]))
+        vec, _, env_params = rows_of(env, 4, dtype=dtype)
+        state, actions = cast(rows_of(env, 4)[1], dtype), drawn_actions(env, 3, 4)
+        actions = actions.to(dtype) if actions.is_floating_point() else actions
+        results.append(torch.stack([step.reward for step in play(vec, state, env_params, actions)[1]]))
     torch.testing.assert_close(results[0].to(F64), results[1], rtol=tolerance(F32, 256), atol=tolerance(F32, 256))
 
 
 @every_env
+@settings(max_examples=5)
 @given(order=st.permutations(range(5)), few=st.integers(1, 4))
-def test_env_rows_know_nothing_of_each_other(name: str, order: list[int], few: int):
-    env = make_env(name, max_episode_steps=2)
+def test_env_rows_know_nothing_of_each_other(name: str, options: dict[str, Any], order: list[int], few: int):
+    env = make_env(name, options, max_episode_steps=2)
     vec, state, env_params = rows_of(env, 5)
     actions = drawn_actions(env, 3, 5)
     all_rows = play(vec, state, env_params, actions)
@@ -219,8 +235,8 @@ def test_env_rows_know_nothing_of_each_other(name: str, order: list[int], few: i
 
 
 @every_env
-def test_env_parameters_may_differ_by_row(name: str):
-    env = make_env(name)
+def test_env_parameters_may_differ_by_row(name: str, options: dict[str, Any]):
+    env = make_env(name, options)
     vec, state, env_params = rows_of(env, 3)
     actions = drawn_actions(env, 2, 3)
     shared = play(vec, state, env_params, actions)
@@ -234,52 +250,74 @@ def test_env_parameters_may_differ_by_row(name: str):
 
 
 @every_env
-def test_env_layout_with_rows_last_is_the_same(name: str):
-    env = make_env(name, max_episode_steps=2)
+def test_env_layout_with_rows_last_is_the_same(name: str, options: dict[str, Any]):
+    env = make_env(name, options, max_episode_steps=2)
     vec, state, env_params = rows_of(env, 4)
     actions = drawn_actions(env, 3, 4)
     expected = play(vec, state, env_params, actions)
     last, steps = tree.map(lambda x: x.movedim(0, -1), state), []
     for action in actions:
-        last, step = vec.step(last, action.mT, env_params, rows=-1)
+        last, step = vec.step(last, action.movedim(0, -1), env_params, rows=-1)
         steps.append(tree.map(lambda x: x.movedim(-1, 0), step))
     assert same((tree.map(lambda x: x.movedim(-1, 0), last), steps), expected)
 
 
 @every_env
-def test_env_gradient_is_the_derivative(name: str):
-    report = check_env(make_env(name), num_envs=32, num_steps=4)
+def test_env_gradient_is_the_derivative(name: str, options: dict[str, Any]):
+    env = make_env(name, options)
+    if not env.spec.differentiable:
+        pytest.skip("promises no gradient")
+    report = check_env(env, num_envs=32, num_steps=4)
     assert report.passed, report.text()
     assert report.compared_rows >= 24
 
 
 @every_env
-def test_env_gradients_are_finite_and_reach_everything(name: str):
-    env = make_env(name)
+def test_env_gradients_are_finite(name: str, options: dict[str, Any]):
+    env = make_env(name, options)
     vec, state, env_params = rows_of(env, 4, dtype=F64)
     actions = drawn_actions(env, 4, 4, F64)
 
-    def total(start: Any, actions: Tensor, env_params: Any) -> Tensor:
+    def total(start: Any, env_params: Any, actions: Tensor) -> Tensor:
         return torch.stack([step.reward for step in play(vec, state._replace(env=start), env_params, actions)[1]]).sum()
 
-    gradients = torch.func.grad(total, argnums=(0, 1, 2))(state.env, actions, env_params)
+    wanted = (0, 1, 2) if actions.is_floating_point() else (0, 1)
+    gradients = torch.func.grad(total, argnums=wanted)(state.env, env_params, actions)
     assert all(bool(torch.isfinite(x).all()) for x in tree.leaves(gradients))
-    assert all(bool((tree.norm(part) > 0)) for part in gradients)
+    if env.spec.differentiable:
+        assert bool((gradients[2] != 0).any())
 
 
 @every_env
-def test_env_compiled_equals_eager(name: str):
-    env = make_env(name, max_episode_steps=2)
+def test_env_compiled_equals_eager(name: str, options: dict[str, Any]):
+    env = make_env(name, options, max_episode_steps=2)
     vec, state, env_params = rows_of(env, 3)
+    actions = drawn_actions(env, 3, 3)
+    begin = compiler.jit(lambda keys, env_params: vec.reset(keys, env_params), mode="aot_eager")
+    step = compiler.jit(lambda state, action, env_params: vec.step(state, action, env_params), mode="aot_eager")
+    close(begin(vec.row_keys(rng.key(0)), env_params), state, ops=32)
+    graphs = compiler.graph_count()
+    for action in actions:
+        expected = vec.step(state, action, env_params)
+        close(step(state, action, env_params), expected, ops=32)
+        state = expected[0]
+    assert compiler.graph_count() == graphs + 1
+
+
+@every_env
+def test_env_is_traced_without_a_break(name: str, options: dict[str, Any]):
+    env = make_env(name, options)
+    _, state, env_params = rows_of(env, 3)
     action = drawn_actions(env, 1, 3)[0]
 
-    def step(state: Any, action: Tensor, env_params: Any) -> Any:
-        return vec.step(state, action, env_params)
+    def step(env_state: Any, action: Tensor, env_params: Any) -> Any:
+        env_state, outcome = env.step(env_state, action, env_params)
+        return env_state, outcome, env.observe(env_state, env_params)
 
-    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
-    for _ in range(3):
-        close(compiled(state, action, env_params), step(state, action, env_params), ops=32)
-        state = step(state, action, env_params)[0]
+    rows = torch.func.vmap(step, in_dims=(0, 0, None))
+    torch.compiler.reset()  # every environment is another function of the same code
+    compiled = torch.compile(rows, backend="aot_eager", fullgraph=True)
+    close(compiled(state.env, action, env_params), rows(state.env, action, env_params), ops=32)
 
 
 # ---- policies ----
@@ -505,7 +543,7 @@ def test_optimizer_with_rate_zero_moves_nothing(name: str, kwargs: dict[str, Any
 @every_optimizer
 def test_optimizer_takes_the_configured_rate_by_default(name: str, kwargs: dict[str, Any]):
     optimizer, params = make_optimizer(name, kwargs), weights(0, F64)
-    assert same(descend(optimizer, params, 3, {})[0], descend(optimizer, params, 3, hyper(0.02, F64))[0])
+    close(descend(optimizer, params, 3, {})[0], descend(optimizer, params, 3, hyper(0.02, F64))[0], ops=32)
 
 
 @every_optimizer
@@ -582,13 +620,13 @@ _built: dict[tuple[str, str, torch.dtype], Algorithm] = {}
 def algorithm(case: str, mode: str, dtype: torch.dtype = F32) -> Algorithm:
     """Built once for each set of arguments: compiled code is reused by the tests below."""
     if (case, mode, dtype) not in _built:
-        env = make_vec_env(make_env("point_mass", max_episode_steps=5, success_threshold=0.3, dtype=dtype), 2)
+        env = make_vec_env(make_env("point_mass", {"max_episode_steps": 5, "success_threshold": 0.3}, dtype=dtype), 2)
         variant = {"distribution": "tanh_normal"} if case == "apg-complete" else {}
         policy = build_policy({"name": "actor_only", "actor": NETWORK, **variant}, env.single_observation_space, env.single_action_space)
         trainer = {**ALGORITHMS[case]["trainer"], "compile_mode": mode}
         normalizer = running_normalizer(policy.obs_dim, initial_count=1e-4)
         options = {"env": env, "policy": policy, "trainer": trainer, "normalizer": normalizer, "total_updates": 8, "dtype": dtype}
-        _built[case, mode, dtype] = build_algo(case.split("-")[0], CFG, **options)
+        _built[case, mode, dtype] = algorithms.build_algo(case.split("-")[0], CFG, **options)
     return _built[case, mode, dtype]
 
 
@@ -602,7 +640,7 @@ def advance(algo: Algorithm, state: TrainState, updates: int) -> list[TrainState
 
 
 def test_every_algorithm_is_tested():
-    missing = set(own(get_registered_algo_names(), lambda name: inspect.getmodule(build_algo))) - {case.split("-")[0] for case in ALGORITHMS}
+    missing = set(own(algorithms.get_registered_algo_names(), algorithms._REGISTRY.get)) - {case.split("-")[0] for case in ALGORITHMS}
     assert not missing, f"add a case for {', '.join(missing)} to ALGORITHMS"
 
 

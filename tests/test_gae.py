@@ -218,6 +218,12 @@ def test_junk_in_holes_leaves_every_gradient_finite() -> None:
     close(slopes[3], f64(1.0))
 
 
+def test_junk_behind_a_done_leaves_the_gradient_of_the_discount_finite() -> None:
+    """The last step is not finite and alone in its episode: the sums before it are cut, not multiplied by zero."""
+    first = lambda g: compute_gae(column(1, 2, NAN), column(0, 4, 0, 0), flags(0, 1, 0), (), gamma=g, gae_lambda=g).advantage[0, 0]
+    close(grad(first)(f64(0.5)), f64(4.0 + 2 * 0.5 * (2.0 - 4.0)))
+
+
 def test_a_step_before_a_hole_bootstraps_from_the_value_there() -> None:
     got = compute_gae(column(1, 1, 1), column(0, 3, 0, 5), flags(0, 0, 0), (), gamma=1, gae_lambda=1, valid=flags(1, 0, 1)).advantage
     close(got, column(4, 0, 6))

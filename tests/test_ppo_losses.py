@@ -159,6 +159,12 @@ def test_far_ratios_stay_finite(dtype: torch.dtype, advantage: float) -> None:
     assert grad(lambda x: clipped_surrogate_loss(x, torch.zeros_like(x), torch.full_like(x, -1.0), 0.2))(torch.tensor([100.0])).item() > 1e8
 
 
+def test_an_action_that_became_impossible_has_ratio_zero() -> None:
+    assert probability_ratio(torch.tensor([-INF, 0.0]), torch.zeros(2)).tolist() == [0.0, 1.0]
+    loss = lambda x: clipped_surrogate_loss(x, torch.zeros_like(x), torch.tensor([1.0, -1.0]), 0.2)
+    close(loss(torch.tensor([-INF, 0.0])), torch.tensor(0.5))
+
+
 @pytest.mark.parametrize("count", [1, 65])
 def test_equal_advantages_and_single_samples_give_no_policy_gradient(count: int) -> None:
     given = figures(dtype=torch.float32)
@@ -217,6 +223,9 @@ def test_masked_samples_reach_neither_value_nor_gradient() -> None:
             for name in names:
                 close(slopes[name][valid], wanted[name])
                 assert slopes[name][~valid].eq(0).all(), name
+    log_prob, old = f64([-1.0, NAN, -2.0]), f64([-1.5, 0.0, -1.0])
+    slope = grad(approx_kl)(log_prob, old, torch.tensor([True, False, True]))
+    close(slope, torch.where(log_prob.isnan(), 0, torch.expm1(log_prob - old) / 2))
     nothing = ppo_loss(**figures(), valid=torch.zeros(4, dtype=torch.bool))
     assert [x.item() for x in nothing] == [0] * 7
 
