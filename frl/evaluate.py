@@ -130,7 +130,7 @@ def make_evaluator(
         with torch.no_grad():
             while played < cap and total < num_episodes:
                 if deterministic:
-                    noise = torch.zeros(chunk, rows, policy.action_dim, dtype=dtype, device=env.device)
+                    noise = torch.zeros(chunk, rows, policy.distribution.noise_dim, dtype=dtype, device=env.device)
                 else:
                     noise = policy.noise(rng.fold_in(k_noise, played), chunk, rows, dtype=dtype)
                 state, trajectory = unroll(params, norm_state, state, env_params, noise)

@@ -13,9 +13,10 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from frl.compile import outside
 from frl.distributions import NormalParams, diagonal_normal
 from frl.numerics import masked_mean
-from frl.returns import complete_discounted_return, segmented_discounted_return
+from frl.returns import alive_mask, discounts
 from frl.types import Trajectory
 
 Absent: TypeAlias = tuple[()]
@@ -44,17 +45,25 @@ def apg_loss(
         complete: see above.
         objective_scale: ``[]`` or ``[N]``, not differentiated; 1 when ``None``.
     """
-    done = trajectory.terminated | trajectory.truncated
-    total = complete_discounted_return if complete else segmented_discounted_return
-    gain = total(trajectory.reward, done, gamma)
-    scale = torch.ones((), dtype=gain.dtype, device=gain.device) if objective_scale is None else objective_scale.detach().to(gain.dtype)
-    objective = (gain * scale).mean()
-    if isinstance(trajectory.entropy, tuple):
+    reward, entropy = trajectory.reward, trajectory.entropy
+    counted, weight = outside(_apg_weights, trajectory.terminated, trajectory.truncated, gamma, objective_scale, reward.dtype, complete)
+    # The same sums as returns.complete_discounted_return and segmented_discounted_return with the scale and the mean inside.
+    objective = (torch.where(counted, reward, 0.0) * weight).sum()
+    if isinstance(entropy, tuple):
         return ApgTerms(loss=-objective, objective=objective, entropy=torch.zeros_like(objective))
-    bonus = (total(trajectory.entropy, done, gamma) * scale).mean()
-    coefficient = torch.as_tensor(ent_coef, dtype=gain.dtype, device=gain.device)
-    used = torch.where(coefficient != 0, bonus, 0.0)
-    return ApgTerms(loss=-objective - coefficient * used, objective=objective, entropy=bonus)
+    bonus = (torch.where(counted, entropy, 0.0) * weight).sum()
+    coefficient = torch.as_tensor(ent_coef, dtype=reward.dtype, device=reward.device)
+    return ApgTerms(loss=-objective - coefficient * torch.where(coefficient != 0, bonus, 0.0), objective=objective, entropy=bonus)
+
+
+def _apg_weights(
+    terminated: Tensor, truncated: Tensor, gamma: float | Tensor, scale: Tensor | None, dtype: torch.dtype, complete: bool
+) -> tuple[Tensor, Tensor]:
+    """Which steps count, bool ``[T, N]``, and what each contributes to the mean over rows: ``D_{n,t} scale_n / N``."""
+    done = terminated | truncated
+    counted = alive_mask(done) if complete else torch.ones_like(done)
+    weight = discounts(torch.zeros_like(done) if complete else done, gamma, dtype=dtype) / done.shape[1]
+    return counted, weight if scale is None else weight * scale.detach().to(dtype)
 
 
 class PpoTerms(NamedTuple):

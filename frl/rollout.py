@@ -28,7 +28,7 @@ STATE_LIMIT = "state_adjoint_max_norm"
 
 
 def flatten_observation(obs: PyTree, groups: Sequence[str] | None = None) -> Tensor:
-    """One row's observation as a vector: leaves in sorted key order, or the entries that ``groups`` names (dotted paths) in its order, flattened and joined."""
+    """One row's observation as a vector ``[O]``: leaves in sorted key order, or the entries that ``groups`` names (dotted paths) in its order."""
     if groups is not None:
         picked = []
         for path in groups:
@@ -37,10 +37,8 @@ def flatten_observation(obs: PyTree, groups: Sequence[str] | None = None) -> Ten
                 part = part[name]
             picked.append(part)
         obs = tuple(picked)
-    leaves = tree.leaves(obs)
-    if len(leaves) == 1 and leaves[0].ndim == 1:
-        return leaves[0]
-    return torch.cat([x.reshape(-1) for x in leaves])
+    leaves = [x.reshape(-1) for x in tree.leaves(obs)]
+    return leaves[0] if len(leaves) == 1 else torch.cat(leaves)
 
 
 def make_unroll(
@@ -50,6 +48,7 @@ def make_unroll(
     *,
     record: Sequence[str] = FIELDS,
     attach: Sequence[str] = FIELDS,
+    metrics: Sequence[str] | None = None,
     deterministic: bool = False,
     clip_actions: bool = False,
     segment_length: int | None = None,
@@ -68,6 +67,7 @@ def make_unroll(
         record: optional trajectory fields to compute, among ``obs, final_obs, action, raw, log_prob, entropy, metrics``; the others are ``()``. Reward,
             flags and ``alive`` are always there.
         attach: recorded fields that carry gradients (reward always does); leaving out what no loss reads saves work in the backward.
+        metrics: names of the metrics to record where the environment has them; all when ``None``.
         deterministic: act by the distribution's mode; the noise only gives the number of steps.
         clip_actions: clamp actions to the action space before the step (gradient 0 outside, 1 at a bound); log-probabilities stay those of the sample.
         segment_length: detach the env state every so many steps (truncated back-propagation); ``None`` never.
@@ -127,7 +127,8 @@ def make_unroll(
         fresh = tree.unflatten(structure, Packing([leaf.detach() for leaf in leaves]).split(x["fresh"]))
         state, outcome = vec.step(state, action, env_params, fresh=fresh, rows=-1)
         y: dict[str, Any] = {"reward": outcome.reward, "terminated": outcome.terminated, "truncated": outcome.truncated}
-        extra = {"obs": obs, "final_obs": outcome.final_obs, "action": action, "metrics": outcome.metrics, **{k: v for k, v in out.items() if k != "action"}}
+        kept = outcome.metrics if metrics is None else {name: v for name, v in outcome.metrics.items() if name in metrics}
+        extra = {"obs": obs, "final_obs": outcome.final_obs, "action": action, "metrics": kept, **{k: v for k, v in out.items() if k != "action"}}
         for name, value in extra.items():
             if name in record:
                 y[name] = value if name in attach else tree.detach(value)
@@ -157,7 +158,8 @@ def make_unroll(
     def prepare(norm_state: PyTree, env_state: VecState, env_params: PyTree, noise: Tensor) -> tuple[PyTree, PyTree, PyTree, Tensor, list[Tensor]]:
         """What the loop takes and no parameter touches: normalizer view and everything with rows last."""
         view = normalizer.prepare(norm_state, noise.dtype) if normalizer is not None else ()
-        state = tree.map(lambda x: x.movedim(0, -1).contiguous(), env_state)
+        # Keys and step numbers only choose the fresh states, which are drawn already: they stay outside the loop.
+        state = tree.map(lambda x: x.movedim(0, -1).contiguous(), env_state._replace(key=(), steps=()))
         return view, vec.rows_last(env_params), state, noise.movedim(1, -1).contiguous(), draw_resets(env_state, env_params, noise.shape[0])
 
     def unroll(
@@ -202,7 +204,8 @@ def make_unroll(
             metrics=y.get("metrics", {}),
             initial_obs=tree.index(y["obs"], 0) if "obs" in y else (),
         )
-        return compiler.map_outside(lambda x: x.movedim(-1, 0).contiguous(), state), trajectory
+        state = compiler.map_outside(lambda x: x.movedim(-1, 0).contiguous(), state)
+        return state._replace(key=env_state.key, steps=env_state.steps + length), trajectory
 
     return unroll
 

@@ -32,7 +32,7 @@ from frl.envs.registry import build_learning_env
 from frl.envs.vector import VecEnv
 from frl.evaluate import EvaluationResult, make_evaluator
 from frl.logs import Progress, RunLog
-from frl.normalizers import running_normalizer
+from frl.normalizers import empirical_normalizer, running_normalizer
 from frl.policies import build_policy
 from frl.train import LoopConfig, LoopState, train
 from frl.types import Algorithm, Normalizer, TrainState
@@ -84,6 +84,8 @@ def build_run(config: RunConfig) -> RunParts:
     normalizer = None
     if cfg.normalize_observations:
         normalizer = running_normalizer(policy.obs_dim, mask=env.env.spec.normalize_mask, initial_count=1e-4)
+    elif getattr(policy, "actor_obs_normalization", False):
+        normalizer = empirical_normalizer(policy.obs_dim)
     algo_cfg = dict(blocks["algorithm"].get("cfg", {}))
     updates, timesteps = _budget(config)
     horizon = _steps_per_update(config)

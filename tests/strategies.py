@@ -71,7 +71,7 @@ class ToyParams(NamedTuple):
 def toy_env(
     *, life: tuple[int, int] = (10_000, 10_001), max_episode_steps: int | None = None, gain: float = 0.9, push: float = 0.5, dtype: torch.dtype = torch.float64
 ) -> Env:
-    """A linear system with a quadratic reward: ``x' = gain x + push a``, ``r = -|x'|^2 - 0.1 |a|^2``; an episode lives for a random number of steps in ``[low, high)``."""
+    """A linear system: ``x' = gain x + push a``, ``r = -|x'|^2 - 0.1 |a|^2``; an episode lives for a random number of steps in ``[low, high)``."""
 
     def reset(key: Tensor, env_params: ToyParams) -> ToyState:
         x = 2.0 * rng.uniform(key, (2,), dtype=env_params.gain.dtype) - 1.0

@@ -1,5 +1,8 @@
 """APG: the gradient against differences and a plain loop, the objective's rules, accumulation, skips, schedules, and graphs that stay."""
 
+# The stubs of torch.func know neither argnums nor has_aux, and wrong arguments are passed on purpose.
+# pyright: reportCallIssue=false, reportAssignmentType=false, reportArgumentType=false, reportUnusedExpression=false, reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import dataclasses
@@ -33,7 +36,7 @@ from frl.policies import actor_only
 from frl.rng import key
 from frl.rollout import make_unroll
 from frl.types import Rollout, Trajectory
-from tests.strategies import QUICK, SEEDS, assert_trees_close, assert_trees_equal, copy_of, draw, toy_env
+from tests.strategies import assert_trees_close, assert_trees_equal, copy_of, draw, toy_env
 
 CAPTURED = "aot_eager"
 N, T = 3, 6
@@ -70,6 +73,20 @@ def algorithm(*, n=N, life=(3, 5), optimizer="sgd", normalize=False, schedule=No
         learning_rate=0.05,
         dtype=torch.float64,
     )
+
+
+# One algorithm with everything on, so that many tests share its graphs.
+FULL = {
+    "life": (1_000, 1_001),
+    "optimizer": "adam",
+    "normalize": True,
+    "ent_coef": 0.01,
+    "max_grad_norm": 0.5,
+    "max_grad_norm_before_clip": 1e4,
+    "action_adjoint_max_norm": 0.1,
+    "state_adjoint_max_norm": 0.1,
+    "schedule": 4,
+}
 
 
 def begin(algo, seed=0):
@@ -142,7 +159,14 @@ def test_an_update_is_that_of_plain_pytorch(optimizer, max_grad_norm):
 
 CAPTURES = {
     "segmented": {"segment_length": 3, "action_adjoint_max_norm": 0.1},
-    "complete": {"rollout_mode": "complete", "gradient_accumulation_steps": 2, "action_adjoint_max_norm": 0.1, "state_adjoint_max_norm": 0.2, "max_grad_norm": 0.05, "ent_coef": 0.01},
+    "complete": {
+        "rollout_mode": "complete",
+        "gradient_accumulation_steps": 2,
+        "action_adjoint_max_norm": 0.1,
+        "state_adjoint_max_norm": 0.2,
+        "max_grad_norm": 0.05,
+        "ent_coef": 0.01,
+    },
     "normalized": {"normalize": True, "clip_actions_to_space": True, "action_adjoint_max_norm": 0.1, "optimizer": "adam"},
     "recomputed": {"memory": "recompute", "steps_per_graph": 2, "deterministic_actions": True, "action_adjoint_max_norm": 0.1},
 }
@@ -168,13 +192,13 @@ def test_captured_updates_equal_eager_ones(name):
 
 
 def test_recomputing_gives_the_bits_of_saving():
-    save, recompute = (algorithm(compile_mode=CAPTURED, memory=memory) for memory in ("save", "recompute"))
+    recompute, save = (algorithm(compile_mode=CAPTURED, **{**CAPTURES["recomputed"], "memory": memory}) for memory in ("recompute", "save"))
     assert_trees_equal(recompute.update(*begin(recompute)), save.update(*begin(save)))
 
 
 @pytest.mark.parametrize("mode", [CAPTURED, "eager"])
 def test_an_update_repeats_bit_for_bit_and_leaves_its_arguments_alone(mode):
-    algo = algorithm(compile_mode=mode, normalize=True, optimizer="adam", action_adjoint_max_norm=0.1)
+    algo = algorithm(compile_mode=mode, **FULL)
     state = algo.init(key(0))
     before = copy_of(state)
     collected, rollout = algo.collect(state)
@@ -185,7 +209,7 @@ def test_an_update_repeats_bit_for_bit_and_leaves_its_arguments_alone(mode):
     first, second = algo.update(collected, rollout), algo.update(collected, rollout)
     assert_trees_equal(second, first)
     assert_trees_equal((collected, rollout), arguments)
-    for leaf in tree.leaves((first.params, first.opt_state, first.env_state, first.extra)):
+    for leaf in tree.leaves((first.params, first.opt_state)):
         leaf.add_(1)
     assert_trees_equal((collected, rollout), arguments)
 
@@ -202,7 +226,14 @@ def test_an_update_improves_the_objective():
 
 def test_a_quadratic_objective_of_the_action_is_solved():
     env = toy_env(gain=0.0, push=0.0, life=(1_000, 1_001))
-    algo = make_apg(make_vec_env(env, N), POLICY, adam(), ApgConfig(segment_length=4, compile_mode="eager", deterministic_actions=True), learning_rate=0.1, dtype=torch.float64)
+    algo = make_apg(
+        make_vec_env(env, N),
+        POLICY,
+        adam(),
+        ApgConfig(segment_length=4, compile_mode="eager", deterministic_actions=True),
+        learning_rate=0.1,
+        dtype=torch.float64,
+    )
     state, rollout = begin(algo)
     for _ in range(30):
         state, rollout = algo.collect(algo.update(state, rollout))
@@ -214,23 +245,17 @@ def test_a_quadratic_objective_of_the_action_is_solved():
 # -- the objective's rules -------------------------------------------------------------------------------------------------------------------------------
 
 
+def played_of(**fields):
+    """A trajectory with these fields and no others."""
+    return Trajectory(**{**{name: () for name in Trajectory._fields}, "metrics": {}, **fields})
+
+
 def trajectory_of(reward, done, entropy=()):
     """One row."""
     column = lambda x, dtype: torch.tensor(x, dtype=dtype)[:, None]
     blank = torch.zeros(len(done), 1, dtype=torch.bool)
-    return Trajectory(
-        obs=(),
-        final_obs=(),
-        action=(),
-        log_prob=(),
-        entropy=column(entropy, torch.float64) if entropy != () else (),
-        reward=column(reward, torch.float64),
-        terminated=column(done, torch.bool),
-        truncated=blank,
-        alive=~blank,
-        metrics={},
-        initial_obs=(),
-    )
+    entropy = column(entropy, torch.float64) if entropy != () else ()
+    return played_of(entropy=entropy, reward=column(reward, torch.float64), terminated=column(done, torch.bool), truncated=blank, alive=~blank)
 
 
 def test_discounts_restart_after_a_done_or_end_with_it():
@@ -258,7 +283,14 @@ def test_what_follows_a_done_does_not_count_in_a_complete_rollout():
             end, played = inner(params, norm_state, env_state, env_params, noise)
             return end, played._replace(reward=torch.where(played.alive, played.reward, played.reward * value))
 
-        return make_apg(make_vec_env(toy(), N), POLICY, sgd(), ApgConfig(rollout_mode="complete", update_horizon=T, compile_mode="eager"), unroll=unroll, dtype=torch.float64)
+        return make_apg(
+            make_vec_env(toy(), N),
+            POLICY,
+            sgd(),
+            ApgConfig(rollout_mode="complete", update_horizon=T, compile_mode="eager"),
+            unroll=unroll,
+            dtype=torch.float64,
+        )
 
     plain = with_rewards_after_done(1.0)
     state, rollout = begin(plain)
@@ -284,23 +316,23 @@ def test_segments_of_one_update_carry_the_discount():
     blind = dataclasses.replace(toy_env(gain=0.0, life=(3, 4)), observe=lambda state, params: torch.zeros_like(state.x))
     results = []
     for segment in (2, 4):
-        algo = make_apg(make_vec_env(blind, 2), POLICY, sgd(), ApgConfig(segment_length=segment, update_horizon=4, compile_mode="eager", ent_coef=0.01), dtype=torch.float64)
+        algo = make_apg(
+            make_vec_env(blind, 2), POLICY, sgd(), ApgConfig(segment_length=segment, update_horizon=4, compile_mode="eager", ent_coef=0.01), dtype=torch.float64
+        )
         results.append(algo.update(*begin(algo)))
     assert_trees_close(results[0]._replace(extra={}), results[1]._replace(extra={}), ops=1_000)
 
 
-@QUICK
-@given(seed=SEEDS, scales=st.lists(st.floats(0.25, 4.0), min_size=2, max_size=3))
-def test_accumulated_rollouts_equal_one_batch_of_their_rows(seed, scales):
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.5, 2.0, -1.0)])
+def test_accumulated_rollouts_equal_one_batch_of_their_rows(scales):
     """K microbatches average; the same rows in one batch, with each row's scale, give the same update."""
     k = len(scales)
     few = algorithm(rollout_mode="complete", gradient_accumulation_steps=k, ent_coef=0.01)
     wide = algorithm(n=k * N, rollout_mode="complete", ent_coef=0.01)
-    state, parts = begin(few, seed)
+    state, parts = begin(few)
     parts = tuple(part._replace(objective_scale=torch.tensor(s, dtype=torch.float64)) for part, s in zip(parts, scales, strict=True))
-    join = lambda dim: lambda *x: torch.cat(x, dim)
     batch = Rollout(
-        env_state=tree.map(join(0), *[part.env_state for part in parts]),
+        env_state=tree.map(lambda *x: torch.cat(x), *[part.env_state for part in parts]),
         env_params=parts[0].env_params,
         noise=torch.cat([part.noise for part in parts], 1),
         objective_scale=torch.tensor(scales, dtype=torch.float64).repeat_interleave(N),
@@ -309,10 +341,18 @@ def test_accumulated_rollouts_equal_one_batch_of_their_rows(seed, scales):
     assert_trees_close((got.params, got.opt_state), (expected.params, expected.opt_state), ops=10_000)
     for name in ("loss", "objective", "entropy", "grad_norm"):
         assert float(got.metrics[name]) == pytest.approx(float(expected.metrics[name]), rel=1e-9)
-    for name in ("episodes", "success_rate", "nonfinite_rows"):
-        assert float(got.metrics[name]) == pytest.approx(float(expected.metrics[name]), nan_ok=True), name
     assert {name: int(got.counters[name]) for name in ("updates", "rollouts", "env_steps")} == {"updates": 1, "rollouts": k, "env_steps": k * N * T}
-    assert_trees_equal(algorithm(rollout_mode="complete", gradient_accumulation_steps=k, ent_coef=0.01).update(state, list(parts)), got)
+    assert_trees_equal(few.update(state, list(parts)), got)
+
+
+def test_episodes_of_all_accumulated_rollouts_are_reported():
+    few = algorithm(rollout_mode="complete", gradient_accumulation_steps=2, ent_coef=0.01)
+    state, parts = begin(few)
+    new = few.update(state, parts)
+    alone = [few.update(state, (part, part)).extra["episodes"].count / 2 for part in parts]
+    assert int(new.metrics["episodes"]) == int(new.extra["episodes"].count) == int(sum(alone)) == 2 * N
+    sick = few.update(state, (faulty(parts[0], 1, reward=math.nan), parts[1]))
+    assert int(sick.metrics["nonfinite_rows"]) == int(sick.counters["nonfinite_rows"]) > 0
 
 
 # -- collecting ------------------------------------------------------------------------------------------------------------------------------------------
@@ -343,7 +383,9 @@ def test_rollouts_of_one_update_differ_and_rows_do_not_depend_on_their_number():
 
 def scheduled(mode, num_steps=(2, 5, 20), **config):
     def prepare(index):
-        return DifferentiableRolloutSpec(num_steps=num_steps[index % len(num_steps)], objective_scale=1.0 + index), toy().default_params._replace(gain=torch.tensor(0.5 + 0.1 * index, dtype=torch.float64))
+        return DifferentiableRolloutSpec(num_steps=num_steps[index % len(num_steps)], objective_scale=1.0 + index), toy().default_params._replace(
+            gain=torch.tensor(0.5 + 0.1 * index, dtype=torch.float64)
+        )
 
     env = dataclasses.replace(toy(), prepare_differentiable_rollout=prepare)
     return make_apg(make_vec_env(env, N), POLICY, sgd(), ApgConfig(rollout_mode="complete", compile_mode=mode, **config), dtype=torch.float64)
@@ -359,7 +401,10 @@ def test_a_scheduled_environment_chooses_horizon_scale_and_parameters():
     assert int(state.counters["env_steps"]) == 7 * N
     _, following = algo.collect(state)
     assert [len(part.noise) for part in following] == [20, 2]
-    alone = [apg_gradient(make_unroll(make_vec_env(toy(), N), POLICY, mode="eager"), begin(algo)[0].params, (), part, gamma=0.99, complete=True)[1]["objective"] for part in parts]
+    alone = [
+        apg_gradient(make_unroll(make_vec_env(toy(), N), POLICY, mode="eager"), begin(algo)[0].params, (), part, gamma=0.99, complete=True)[1]["objective"]
+        for part in parts
+    ]
     assert float(state.metrics["objective"]) == pytest.approx(float(sum(alone)) / 2, rel=1e-10)
 
 
@@ -383,17 +428,24 @@ def test_horizons_of_a_schedule_run_the_same_graphs():
 
 def test_hyper_parameters_change_without_a_new_graph():
     """Learning rate, coefficients and limits of eight updates: no graph after the second, and the values of the eager update."""
-    options = {"ent_coef": 0.01, "max_grad_norm": 0.5, "max_grad_norm_before_clip": 100.0, "action_adjoint_max_norm": 1.0, "state_adjoint_max_norm": 1.0, "optimizer": "adam"}
-    algos = algorithm(compile_mode=CAPTURED, **options), algorithm(**options)
+    algos = algorithm(compile_mode=CAPTURED, **FULL), algorithm(**FULL)
     states, graphs = [begin(algo)[0] for algo in algos], 0
-    assert set(states[0].hyper) == {"optimizer.learning_rate", "gamma", "ent_coef", "max_grad_norm", "max_grad_norm_before_clip", "action_adjoint_max_norm", "state_adjoint_max_norm"}
+    assert set(states[0].hyper) == {
+        "optimizer.learning_rate",
+        "gamma",
+        "ent_coef",
+        "max_grad_norm",
+        "max_grad_norm_before_clip",
+        "action_adjoint_max_norm",
+        "state_adjoint_max_norm",
+    }
     for i in range(8):
         factor = 1.0 + 0.1 * i
         for j, algo in enumerate(algos):
             hyper = {name: value / factor for name, value in algo.init(key(0)).hyper.items()}
             collected, rollout = algo.collect(states[j]._replace(hyper=hyper))
             states[j] = algo.update(collected, rollout)
-            assert float(states[j].metrics["learning_rate"]) == pytest.approx(0.05 / factor)
+            assert float(states[j].metrics["learning_rate"]) == pytest.approx(0.05 / factor * max(0.0, 1 - i / 4))
         if i == 1:
             graphs = graph_count()
         assert_trees_close(states[0].params, states[1].params, ops=1_000_000)
@@ -401,27 +453,20 @@ def test_hyper_parameters_change_without_a_new_graph():
 
 
 @pytest.mark.parametrize("mode", [CAPTURED, "eager"])
-@pytest.mark.parametrize(("where", "value"), [("reward", math.nan), ("reward", -math.inf), ("state", math.nan), ("state", math.inf)])
-def test_a_row_that_is_not_finite_costs_one_update_and_no_more(mode, where, value):
-    algo = algorithm(compile_mode=mode, life=(1_000, 1_001), optimizer="adam", normalize=True, action_adjoint_max_norm=0.1, state_adjoint_max_norm=0.1, schedule=4)
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_a_reward_that_is_not_finite_costs_one_update_and_no_more(mode, value):
+    algo = algorithm(compile_mode=mode, **FULL)
     state, rollout = begin(algo)
     state, rollout = algo.collect(algo.update(state, rollout))
     # The clock of a row that is reset starts again at 0, so that row 1 falls ill once.
-    sick = algo.update(state, faulty(rollout, T + 3, **{where: value}))
+    sick = algo.update(state, faulty(rollout, T + 3, reward=value))
     for part in ("params", "opt_state", "norm_state", "hyper", "key"):
         assert_trees_equal(getattr(sick, part), getattr(state, part))
-    assert {name: int(sick.counters[name]) - int(state.counters[name]) for name in sick.counters} == {
-        "updates": 1,
-        "successful_updates": 0,
-        "skipped_updates": 1,
-        "env_steps": N * T,
-        "rollouts": 1,
-        "nonfinite_rows": 1,
-    }
-    assert float(sick.metrics["skipped_update"]) == 1
-    assert float(sick.metrics["skipped_excessive_gradient"]) == 0
+    added = {"updates": 1, "successful_updates": 0, "skipped_updates": 1, "env_steps": N * T, "rollouts": 1, "nonfinite_rows": 1}
+    assert {name: int(sick.counters[name]) - int(state.counters[name]) for name in added} == added
+    flags = {"skipped_update": 1.0, "skipped_excessive_gradient": 0.0, "nonfinite_rows": 1.0}
+    assert {name: float(sick.metrics[name]) for name in flags} == flags
     assert math.isnan(float(sick.metrics["grad_norm"]))
-    assert int(sick.metrics["nonfinite_rows"]) == 1
     assert bool(tree.all_finite(sick.env_state))
     assert sick.env_state.elapsed.tolist() == [2 * T, T - 4, 2 * T]
     healthy = algo.update(state, rollout)
@@ -436,8 +481,25 @@ def test_a_row_that_is_not_finite_costs_one_update_and_no_more(mode, where, valu
 
 
 @pytest.mark.parametrize("mode", [CAPTURED, "eager"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_state_that_is_not_finite_ends_its_row_alone(mode, value):
+    """The state breaks after a finite reward: the row starts over, and the gradient is that of the finite rewards."""
+    algo = algorithm(compile_mode=mode, **FULL)
+    state, rollout = begin(algo)
+    sick = algo.update(state, faulty(rollout, 3, state=value))
+    assert float(sick.metrics["skipped_update"]) == 0
+    assert int(sick.metrics["nonfinite_rows"]) == int(sick.counters["nonfinite_rows"]) == 1
+    assert sick.env_state.elapsed.tolist() == [T, T - 4, T]
+    assert int(sick.metrics["episodes"]) == 0
+    healthy = algo.update(state, rollout)
+    assert_trees_equal(tree.map(lambda x: x[::2], sick.env_state), tree.map(lambda x: x[::2], healthy.env_state))
+    assert bool(tree.all_finite((sick.params, sick.opt_state, sick.norm_state, sick.env_state, sick.extra)))
+    assert float(sick.metrics["grad_norm"]) > 0
+
+
+@pytest.mark.parametrize("mode", [CAPTURED, "eager"])
 def test_a_sick_microbatch_costs_the_whole_update(mode):
-    algo = algorithm(compile_mode=mode, rollout_mode="complete", gradient_accumulation_steps=2)
+    algo = algorithm(compile_mode=mode, **CAPTURES["complete"])
     state, (first, second) = begin(algo)
     sick = algo.update(state, (faulty(first, 1, reward=math.nan), second))
     assert_trees_equal(sick.params, state.params)
@@ -468,9 +530,29 @@ def test_a_sick_row_ends_its_own_adjoint_when_limits_are_on():
 
     got = gradient(broken, slice(None))
     assert bool(tree.all_finite(got))
-    # Row 0: the reward of step 0 has its own finite gradient path but shares the broken step's adjoint row, which is zeroed; from step 1 on it is a fresh episode.
+    # Row 0: step 0 shares the broken step's adjoint row, which is zeroed; from step 1 on it is a fresh episode.
     alone = tree.map(torch.add, gradient(broken, slice(1, 2)), gradient(broken, slice(0, 1), first=1))
     assert_trees_close(got, alone, ops=10_000)
+
+
+@pytest.mark.parametrize("mode", [CAPTURED, "eager"])
+def test_infinite_derivatives_after_a_done_reach_nothing(mode):
+    """A square root at 0 in the episode that follows: its reward does not count in a complete rollout, and 0 * inf must not reach the gradient either."""
+    inner = toy((3, 4))
+
+    def step(state, action, params):
+        floor = (state.life == 77).to(action.dtype)  # 1 in the first episode, 0 in those that follow
+        new, outcome = inner.step(state._replace(life=torch.full_like(state.life, 3)), action, params)
+        return new._replace(life=state.life), outcome._replace(reward=outcome.reward - torch.sqrt(floor + (floor * action).square().sum()))
+
+    vec = make_vec_env(dataclasses.replace(inner, step=step), N)
+    algo = make_apg(vec, POLICY, sgd(), ApgConfig(rollout_mode="complete", update_horizon=T, compile_mode=mode, max_grad_norm=None), dtype=torch.float64)
+    state, rollout = begin(algo)
+    first = rollout.env_state.env._replace(life=torch.full((N,), 77))
+    rollout = rollout._replace(env_state=rollout.env_state._replace(env=first))
+    whole, ended = algo.update(state, rollout), algo.update(state, rollout._replace(noise=rollout.noise[:3]))
+    assert float(whole.metrics["skipped_update"]) == 0
+    assert_trees_close(whole.params, ended.params, ops=10_000)
 
 
 def test_updates_with_an_excessive_gradient_are_skipped():
@@ -479,7 +561,7 @@ def test_updates_with_an_excessive_gradient_are_skipped():
     new = algo.update(state, rollout)
     assert_trees_equal((new.params, new.opt_state), (state.params, state.opt_state))
     assert (float(new.metrics["skipped_update"]), float(new.metrics["skipped_excessive_gradient"])) == (1.0, 1.0)
-    open_gate = algorithm(optimizer="adam").update(state, rollout)
+    open_gate = algorithm(optimizer="adam").update(*begin(algorithm(optimizer="adam")))
     assert float(new.metrics["grad_norm"]) == float(open_gate.metrics["grad_norm"]) > 1e-3
     assert float(open_gate.metrics["skipped_update"]) == 0.0
 
@@ -487,7 +569,9 @@ def test_updates_with_an_excessive_gradient_are_skipped():
 def test_a_gradient_at_the_gate_passes_and_one_above_does_not():
     algo = algorithm(max_grad_norm_before_clip=1.0)
     state, rollout = begin(algo)
-    norm = algo.update(state._replace(hyper={**state.hyper, "max_grad_norm_before_clip": torch.tensor(math.inf, dtype=torch.float64)}), rollout).metrics["grad_norm"]
+    norm = algo.update(state._replace(hyper={**state.hyper, "max_grad_norm_before_clip": torch.tensor(math.inf, dtype=torch.float64)}), rollout).metrics[
+        "grad_norm"
+    ]
     for limit, skipped in ((norm, 0.0), (norm * (1 - 1e-12), 1.0)):
         new = algo.update(state._replace(hyper={**state.hyper, "max_grad_norm_before_clip": limit}), rollout)
         assert float(new.metrics["skipped_update"]) == skipped
@@ -500,14 +584,14 @@ def test_clipping_can_be_off(limit):
     new = algo.update(state, rollout)
     moved = math.sqrt(sum(float((a - b).square().sum()) for a, b in zip(tree.leaves(new.params), tree.leaves(state.params), strict=True)))
     assert moved == pytest.approx(0.05 * float(new.metrics["grad_norm"]), rel=1e-9)
-    tight = algorithm(max_grad_norm=1e-2).update(state, rollout)
+    tight = algorithm(max_grad_norm=1e-2).update(*begin(algorithm(max_grad_norm=1e-2)))
     moved = math.sqrt(sum(float((a - b).square().sum()) for a, b in zip(tree.leaves(tight.params), tree.leaves(state.params), strict=True)))
     assert moved == pytest.approx(0.05 * 1e-2, rel=1e-3)
 
 
 @pytest.mark.parametrize("mode", [CAPTURED, "eager"])
 def test_a_schedule_counts_successful_updates_and_the_rate_used_is_reported(mode):
-    algo = algorithm(compile_mode=mode, schedule=4)
+    algo = algorithm(compile_mode=mode, **FULL)
     state, rollout = begin(algo)
     rates, skipped = [], []
     for i in range(7):
@@ -541,15 +625,13 @@ def test_a_normalizer_is_frozen_in_an_update_and_learns_after_it():
 
 @pytest.mark.parametrize("mode", [CAPTURED, "eager"])
 def test_metrics_are_named_and_zero_dimensional_and_the_state_keeps_its_structure(mode):
-    plain, clipped = algorithm(compile_mode=mode), algorithm(compile_mode=mode, action_adjoint_max_norm=0.1)
-    for algo, names in ((plain, LOSS_METRICS), (clipped, LOSS_METRICS | ADJOINT_METRICS)):
+    for algo, names in ((algorithm(), LOSS_METRICS), (algorithm(compile_mode=mode, **FULL), LOSS_METRICS | ADJOINT_METRICS)):
         state, rollout = begin(algo)
         new = algo.update(state, rollout)
         assert names <= set(new.metrics)
         assert ADJOINT_METRICS & set(new.metrics) == ADJOINT_METRICS & names
         assert {"episode_reward_avg_100", "episode_length_avg_100", "episodes", "success_rate", "nonfinite_rows"} <= set(new.metrics)
         assert all(x.ndim == 0 for x in new.metrics.values())
-        assert float(new.metrics["loss"]) == -float(new.metrics["objective"])
         # Scans, maps and checkpoints over updates need one structure from the first state on.
         tree.check_same(new, algo.init(key(0)), "the state after an update")
 
@@ -561,10 +643,18 @@ def test_adjoint_metrics_are_those_of_the_adjoints():
     new = algo.update(state, parts)
     unroll = make_unroll(make_vec_env(toy(), N), POLICY, mode="eager", adjoint_limits=("action_adjoint_max_norm",))
     adjoints = [
-        apg_gradient(unroll, state.params, (), part, gamma=0.99, complete=True, unroll_kwargs={"hyper": state.hyper}, probe=torch.zeros_like(part.noise))[1]["adjoint"] for part in parts
+        apg_gradient(unroll, state.params, (), part, gamma=0.99, complete=True, unroll_kwargs={"hyper": state.hyper}, probe=torch.zeros_like(part.noise))[1][
+            "adjoint"
+        ]
+        for part in parts
     ]
     norms = torch.stack(adjoints).norm(dim=-1)
-    expected = {"preclip_mean_norm": norms.mean(), "preclip_max_norm": norms.max(), "clipped_fraction": (norms > 0.3).double().mean(), "nonfinite_fraction": torch.tensor(0.0)}
+    expected = {
+        "preclip_mean_norm": norms.mean(),
+        "preclip_max_norm": norms.max(),
+        "clipped_fraction": (norms > 0.3).double().mean(),
+        "nonfinite_fraction": torch.tensor(0.0),
+    }
     for name, value in expected.items():
         assert float(new.metrics[f"action_adjoint_{name}"]) == pytest.approx(float(value), rel=1e-12)
     assert 0 < float(new.metrics["action_adjoint_clipped_fraction"]) < 1
@@ -627,22 +717,30 @@ def test_your_own_rollout_function_is_differentiated(mode):
             rewards.append(-x.square().sum(-1))
         reward = torch.stack(rewards)
         never = torch.zeros_like(reward, dtype=torch.bool)
-        return {"x": x}, Trajectory(obs=(), final_obs=(), action=(), log_prob=(), entropy=(), reward=reward, terminated=never, truncated=never, alive=~never, metrics={}, initial_obs=())
+        return {"x": x}, played_of(reward=reward, terminated=never, truncated=never, alive=~never)
 
-    algo = make_apg(make_vec_env(toy(), N), POLICY, sgd(), ApgConfig(compile_mode=mode, segment_length=T, max_grad_norm=None), unroll=unroll, learning_rate=0.05, dtype=torch.float64)
+    algo = make_apg(
+        make_vec_env(toy(), N),
+        POLICY,
+        sgd(),
+        ApgConfig(compile_mode=mode, segment_length=T, max_grad_norm=None),
+        unroll=unroll,
+        learning_rate=0.05,
+        dtype=torch.float64,
+    )
     state = algo.init(key(0))
     rollout = Rollout(env_state={"x": draw(N, 2)}, env_params=(), noise=draw(T, N, 2, seed=1), objective_scale=torch.ones((), dtype=torch.float64))
     new = algo.update(state, rollout)
     total = lambda p: (unroll(p, (), rollout.env_state, (), rollout.noise)[1].reward * 0.99 ** torch.arange(T, dtype=torch.float64)[:, None]).sum(0).mean()
     assert float(new.metrics["objective"]) == pytest.approx(float(total(state.params)), rel=1e-12)
     assert_trees_close(new.params, tree.map(lambda p, g: p + 0.05 * g, state.params, grad(total)(state.params)), ops=10_000)
-    assert LOSS_METRICS <= set(new.metrics)
+    assert set(new.metrics) >= LOSS_METRICS
     assert int(new.counters["env_steps"]) == N * T
 
 
 @pytest.mark.parametrize("mode", [CAPTURED, "eager"])
 def test_a_population_is_mapped_over_whole_updates(mode):
-    algo = algorithm(compile_mode=mode, optimizer="adam", action_adjoint_max_norm=0.1)
+    algo = algorithm(compile_mode=mode, **FULL)
     keys = rng.split(key(0), 3)
     states = vmap(algo.init)(keys)
     states, rollouts = vmap(algo.collect)(states)
@@ -733,11 +831,11 @@ def test_a_wrong_learning_rate_is_refused(rate):
 
 @pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="needs a C++ compiler")
 def test_point_mass_with_the_real_compiler_equals_eager():
-    vec = make_vec_env(point_mass(max_episode_steps=6), 8)
+    vec = make_vec_env(point_mass(max_episode_steps=6, obstacle_candidates=1), 8)
     policy = actor_only(14, 2, network=mlp(14, 2, hidden_sizes=[8], activation="tanh"))
     results = []
     for mode in ("inductor", "eager"):
-        algo = make_apg(vec, policy, adam(), ApgConfig(segment_length=8, action_adjoint_max_norm=0.02, compile_mode=mode))
+        algo = make_apg(vec, policy, sgd(), ApgConfig(segment_length=8, action_adjoint_max_norm=1e-3, compile_mode=mode))
         state, rollout = algo.collect(algo.init(key(0)))
         state = algo.update(state, rollout)
         graphs = graph_count()

@@ -330,6 +330,14 @@ def test_check_imports_what_registers_the_environment(tmp_path: Path, monkeypatc
     assert "passed" in capsys.readouterr().out
 
 
+@pytest.mark.xfail(strict=True, reason="the installed command does not look into the working directory, python -m frl does")
+def test_modules_of_the_working_directory_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "my_tasks_beside_the_run_file.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])
+    assert main(["check", "double_integrator", "--num-envs", "2", "--steps", "1", "--import", "my_tasks_beside_the_run_file"]) == 0
+
+
 def test_list(capsys: pytest.CaptureFixture[str]):
     assert main(["list"]) == 0
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}

@@ -1,5 +1,8 @@
 """Registries: names, collisions, nearest matches, entry points, and the environments' own registry."""
 
+# The stubs of torch.func know neither argnums nor has_aux, and wrong arguments are passed on purpose.
+# pyright: reportCallIssue=false, reportAssignmentType=false, reportArgumentType=false, reportUnusedExpression=false
+
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,8 @@
 """The rollout function: what a plain loop with autograd would give, cuts and clips exactly where they are asked for, the same bits for any length."""
 
+# The stubs of torch.func know neither argnums nor has_aux, and wrong arguments are passed on purpose.
+# pyright: reportCallIssue=false, reportAssignmentType=false, reportArgumentType=false, reportUnusedExpression=false
+
 from __future__ import annotations
 
 import dataclasses
@@ -212,10 +215,17 @@ def test_captured_point_mass_equals_eager():
     policy = actor_only(14, 2, network=mlp(14, 2, hidden_sizes=[8], activation="tanh"))
     start, params = vec.reset(vec.row_keys(key(0)), vec.default_params), policy.init(key(1))
     noise = policy.noise(key(2), 6, 4)
-    got, expected = (
-        grad(lambda p, u=make_unroll(vec, policy, clip_actions=True, mode=m): (lambda end, t: (t.reward.sum(), (end, t)))(*u(p, (), start, vec.default_params, noise)), has_aux=True)(params)
-        for m in (CAPTURED, "eager")
-    )
+
+    def run(mode):
+        unroll = make_unroll(vec, policy, clip_actions=True, mode=mode)
+
+        def total(p):
+            end, trajectory = unroll(p, (), start, vec.default_params, noise)
+            return trajectory.reward.sum(), (end, trajectory)
+
+        return grad(total, has_aux=True)(params)
+
+    got, expected = run(CAPTURED), run("eager")
     assert_trees_close(got, expected, ops=10_000)
     assert bool(got[1][1].terminated.any())
 
@@ -279,7 +289,9 @@ def test_actions_of_an_unbounded_space_pass_and_a_space_without_bounds_is_refuse
         make_unroll(make_vec_env(dataclasses.replace(ENV, action_space=spaces.Discrete(3)), N), POLICY, clip_actions=True)
 
 
-@pytest.mark.parametrize(("mode", "fields"), [("eager", (name,)) for name in FIELDS] + [(CAPTURED, ("final_obs", "metrics")), (CAPTURED, ("log_prob",)), (CAPTURED, ())])
+@pytest.mark.parametrize(
+    ("mode", "fields"), [("eager", (name,)) for name in FIELDS] + [(CAPTURED, ("final_obs", "metrics")), (CAPTURED, ("log_prob",)), (CAPTURED, ())]
+)
 def test_only_what_is_asked_for_is_recorded(mode, fields):
     _, full = unroll_of(mode)(PARAMS, (), START, VEC.default_params, NOISE)
     _, some = unroll_of(mode, record=fields, attach=())(PARAMS, (), START, VEC.default_params, NOISE)
@@ -294,7 +306,9 @@ def test_only_what_is_asked_for_is_recorded(mode, fields):
 @pytest.mark.parametrize(("mode", "attach"), [("eager", ()), ("eager", ("obs", "action")), ("eager", ("action",)), (CAPTURED, ("action",))])
 def test_only_attached_fields_carry_gradients(mode, attach):
     unroll = unroll_of(mode, record=("obs", "action", "entropy"), attach=attach)
-    outputs, pull = vjp(lambda p: (lambda t: {"reward": t.reward, "obs": t.obs, "action": t.action})(unroll(p, (), START, VEC.default_params, NOISE)[1]), PARAMS)
+    outputs, pull = vjp(
+        lambda p: (lambda t: {"reward": t.reward, "obs": t.obs, "action": t.action})(unroll(p, (), START, VEC.default_params, NOISE)[1]), PARAMS
+    )
     for name in outputs:
         ones = {other: torch.full_like(y, float(other == name)) for other, y in outputs.items()}
         reached = any(float(g.abs().max()) > 0 for g in tree.leaves(pull(ones)))
@@ -347,7 +361,9 @@ def test_the_gradient_of_segments_is_the_sum_of_their_own():
     weights = torch.linspace(0.5, 1.5, 6 * N, dtype=torch.float64).reshape(6, N)
     state, total = START, tree.map(torch.zeros_like, PARAMS)
     for begin in (0, 2, 4):
-        f = lambda p, s=state, b=begin: (lambda e, t: ((t.reward * weights[b : b + 2]).sum(), e))(*unroll_of(CAPTURED)(p, (), s, VEC.default_params, NOISE[b : b + 2]))
+        f = lambda p, s=state, b=begin: (lambda e, t: ((t.reward * weights[b : b + 2]).sum(), e))(
+            *unroll_of(CAPTURED)(p, (), s, VEC.default_params, NOISE[b : b + 2])
+        )
         g, state = grad(f, has_aux=True)(PARAMS)
         total = tree.map(torch.add, total, g)
     assert_trees_close(full, total, ops=10_000)
@@ -395,7 +411,9 @@ def test_a_limit_on_the_state_adjoint_keeps_a_long_rollout_finite(options, dtype
     unroll = make_unroll(vec, POLICY, record=(), adjoint_limits=(STATE,), **options)
 
     def final(x, limit):
-        end, _ = unroll(params, (), start._replace(env=start.env._replace(x=x)), gains, torch.zeros(60, 2, 2, dtype=dtype), hyper={STATE: torch.tensor(limit, dtype=dtype)})
+        end, _ = unroll(
+            params, (), start._replace(env=start.env._replace(x=x)), gains, torch.zeros(60, 2, 2, dtype=dtype), hyper={STATE: torch.tensor(limit, dtype=dtype)}
+        )
         return end.env.x[:, 0].sum()
 
     g = grad(lambda x: final(x, 1.0))(start.env.x)

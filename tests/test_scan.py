@@ -1,5 +1,8 @@
 """The time loop: compiled equals eager under every transform, any length runs the same graphs, and what cannot be right is refused."""
 
+# The stubs of torch.func know neither argnums nor has_aux, and wrong arguments are passed on purpose.
+# pyright: reportCallIssue=false, reportAssignmentType=false, reportArgumentType=false, reportUnusedExpression=false
+
 from __future__ import annotations
 
 import functools
@@ -322,7 +325,9 @@ def test_parameters_that_are_never_read_have_gradient_zero(memory):
     assert float(gx.abs().min()) > 0
     # Nothing at all depends on what is differentiated: still zero, not an error and not a fall back.
     assert_trees_equal(grad(lambda p: total(p, torch.ones(4, 3)))(p), tree.map(torch.zeros_like, p))
-    assert_trees_equal(vmap(grad(lambda p: total(p, torch.ones(4, 3))))(tree.map(lambda x: torch.stack((x, x)), p)), tree.map(lambda x: torch.zeros(2, *x.shape), p))
+    assert_trees_equal(
+        vmap(grad(lambda p: total(p, torch.ones(4, 3))))(tree.map(lambda x: torch.stack((x, x)), p)), tree.map(lambda x: torch.zeros(2, *x.shape), p)
+    )
 
 
 def test_a_step_whose_outputs_carry_no_gradient():
@@ -613,7 +618,11 @@ def test_the_public_compiler_as_fallback(monkeypatch, memory):
 
 
 def test_forward_mode_is_refused_when_captured_and_works_eagerly():
-    for forward in (lambda m: jvp(lambda w: loss(m, w, U, X0), (W,), (W,)), lambda m: jacfwd(lambda x: loss(m, W, U, x))(X0), lambda m: jvp(grad(lambda w: loss(m, w, U, X0)), (W,), (W,))):
+    for forward in (
+        lambda m: jvp(lambda w: loss(m, w, U, X0), (W,), (W,)),
+        lambda m: jacfwd(lambda x: loss(m, W, U, x))(X0),
+        lambda m: jvp(grad(lambda w: loss(m, w, U, X0)), (W,), (W,)),
+    ):
         with pytest.raises(RuntimeError, match="eager"):
             forward(CAPTURED)
     value, tangent = jvp(lambda w: loss("eager", w, U, X0), (W,), (W,))
@@ -658,7 +667,11 @@ plus = lambda params, carry, x: (carry + x, carry.sum())
         (lambda m: scan(plus, (), Z, OK[:0], mode=m), ValueError, "at least one step"),
         (lambda m: scan(plus, (), Z, {"a": OK, "b": OK[:2]}, mode=m), ValueError, r"'a': 4, 'b': 2"),
         (lambda m: scan(plus, (), Z, {"a": OK, "b": torch.ones(())}, mode=m), ValueError, r"'b': None"),
-        (lambda m: scan(lambda p, c, x: ({"a": {"b": c["a"]["b"].double()}}, x), (), {"a": {"b": Z}}, OK, mode=m), ValueError, r"a\.b: got torch\.float64, expected torch\.float32"),
+        (
+            lambda m: scan(lambda p, c, x: ({"a": {"b": c["a"]["b"].double()}}, x), (), {"a": {"b": Z}}, OK, mode=m),
+            ValueError,
+            r"a\.b: got torch\.float64, expected torch\.float32",
+        ),
         (lambda m: scan(lambda p, c, x: ({"a": c["a"].sum()}, x), (), {"a": Z}, OK, mode=m), ValueError, r"a: got shape \(\), expected \(3,\)"),
         (lambda m: scan(lambda p, c, x: ({"a": c["a"]}, x), (), {"a": Z, "n": Z}, OK, mode=m), ValueError, "n: missing"),
         (lambda m: scan(lambda p, c, x: ({**c, "q": x}, x), (), {"a": Z}, OK, mode=m), ValueError, "q: unexpected"),

@@ -1,5 +1,8 @@
 """Trees: round trips, names, order of keys, selection by row."""
 
+# The stubs of torch.func know neither argnums nor has_aux, and wrong arguments are passed on purpose.
+# pyright: reportCallIssue=false, reportAssignmentType=false, reportArgumentType=false, reportUnusedExpression=false
+
 from __future__ import annotations
 
 import math
@@ -21,7 +24,12 @@ class Pair(NamedTuple):
     second: Tensor
 
 
-LEAVES = st.builds(lambda seed, size, dtype: draw(size, seed=seed).to(dtype), st.integers(0, 99), st.integers(0, 3), st.sampled_from([torch.float64, torch.float32, torch.int64]))
+LEAVES = st.builds(
+    lambda seed, size, dtype: draw(size, seed=seed).to(dtype),
+    st.integers(0, 99),
+    st.integers(0, 3),
+    st.sampled_from([torch.float64, torch.float32, torch.int64]),
+)
 TREES = st.recursive(
     LEAVES,
     lambda inner: st.one_of(
@@ -86,7 +94,10 @@ def test_map_refuses_trees_of_different_structure():
         ({"a": torch.zeros(2), "b": {"c": torch.zeros(3)}}, ()),
         ({"a": torch.zeros(2)}, ("b.c: missing",)),
         ({"a": torch.zeros(2), "b": {"c": torch.zeros(3), "d": torch.zeros(1)}}, ("b.d: unexpected",)),
-        ({"a": torch.zeros(4), "b": {"c": torch.zeros(3, dtype=torch.float64)}}, ("a: got shape (4,), expected (2,)", "b.c: got torch.float64, expected torch.float32")),
+        (
+            {"a": torch.zeros(4), "b": {"c": torch.zeros(3, dtype=torch.float64)}},
+            ("a: got shape (4,), expected (2,)", "b.c: got torch.float64, expected torch.float32"),
+        ),
         ({"a": 1.0, "b": {"c": torch.zeros(3)}}, ("a: got float, expected a tensor",)),
         ({"a": torch.zeros(2), "b": {"c": torch.zeros(3)}, "e": ()}, ("structure",)),
     ],

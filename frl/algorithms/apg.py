@@ -139,21 +139,29 @@ def apg_gradient(
     """
     extra = dict(unroll_kwargs or {})
     probing = not (isinstance(probe, tuple) and probe == ())
+    found: list[Any] = []
 
-    def loss(params: Params, probe: PyTree) -> tuple[Tensor, tuple]:
+    def loss(params: Params, probe: PyTree) -> tuple[Tensor, Any]:
         if probing:
             extra["probe"] = probe
         env_state, trajectory = unroll(params, norm_state, rollout.env_state, rollout.env_params, rollout.noise, **extra)
         terms = apg_loss(trajectory, gamma, ent_coef, complete=complete, objective_scale=rollout.objective_scale)
-        return terms.loss, (terms, tree.detach(env_state), tree.detach(trajectory))
+        values = (tree.detach(terms), tree.detach(env_state), tree.detach(trajectory))
+        if any(compiler.is_transformed(x) for x in tree.leaves(values)):
+            return terms.loss, values
+        # Plain values need not pass through the transform, which would wrap and unwrap every one of them.
+        found[:] = [tree.map(compiler.plain, values)]
+        return terms.loss, ()
 
-    if probing:
-        (grads, adjoint), aux = torch.func.grad(loss, argnums=(0, 1), has_aux=True)(params, probe)
-    else:
-        (grads, aux), adjoint = torch.func.grad(loss, has_aux=True)(params, ()), ()
-    terms, env_state, trajectory = aux
+    (grads, adjoint), aux = torch.func.grad(loss, argnums=(0, 1), has_aux=True)(params, probe) if probing else _without_probe(loss, params)
+    terms, env_state, trajectory = found[0] if found else aux
     values = {"loss": terms.loss, "objective": terms.objective, "entropy": terms.entropy}
     return grads, {**values, "env_state": env_state, "trajectory": trajectory, "adjoint": adjoint}
+
+
+def _without_probe(loss: Callable, params: Params) -> tuple[tuple[Params, tuple], Any]:
+    grads, aux = torch.func.grad(loss, has_aux=True)(params, ())
+    return (grads, ()), aux
 
 
 def make_apg(
@@ -208,6 +216,7 @@ def make_apg(
         normalizer,
         record=("obs", "entropy", "metrics") if normalizer is not None else ("entropy", "metrics"),
         attach=("entropy",),
+        metrics=episodes.METRICS,
         deterministic=config.deterministic_actions,
         clip_actions=config.clip_actions_to_space,
         segment_length=None if config.complete else config.segment_length,

@@ -11,6 +11,7 @@ from frl.numerics import masked_mean
 from frl.types import Metrics, Trajectory
 
 WINDOW = 100
+METRICS = ("episode_return", "episode_length", "nonfinite", "success")  # what track reads
 
 
 class EpisodeWindow(NamedTuple):

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 
 from frl.algorithms.apg import ApgConfig, make_apg
+from frl.algorithms.grpo import GrpoConfig, make_grpo
+from frl.algorithms.ppo import PpoConfig, make_ppo
+from frl.normalizers import empirical_normalizer, running_normalizer
 from frl.optim import bind_scheduler_horizon, build_lr_scheduler, build_optimizer, coerce_lr_scheduler_cfg, coerce_optimizer_cfg, scheduler_needs_horizon
 from frl.registry import Registry
 from frl.types import Algorithm, Normalizer
@@ -19,6 +22,7 @@ _APG_TRAINER_KEYS = (
     *("segment_length", "update_horizon", "rollout_mode", "gradient_accumulation_steps", "deterministic_actions", "clip_actions_to_space"),
     *("action_adjoint_max_norm", "state_adjoint_max_norm", "scan_memory", "compile_mode"),
 )
+_RECORDED_TRAINER_KEYS = ("buffer_size", "clip_actions_to_space", "compile_mode")
 
 
 def register_algo(name: str, factory: Callable[..., Algorithm] | None = None, *, override: bool = False) -> Any:
@@ -96,3 +100,60 @@ def _apg(
     refuse_unknown(cfg, ApgConfig.__dataclass_fields__, "algorithm.cfg of apg")
     config = ApgConfig(**{**options, **cfg})
     return make_apg(env, policy, optimizer, config, normalizer=normalizer, schedule=schedule, learning_rate=rate, dtype=dtype)
+
+
+@register_algo("ppo")
+def _ppo(
+    env: Any,
+    policy: Any,
+    cfg: dict[str, Any],
+    *,
+    trainer: dict[str, Any],
+    normalizer: Normalizer | None,
+    total_updates: int | None,
+    dtype: torch.dtype,
+) -> Algorithm:
+    optimizer, schedule, rate = take_optimizer(cfg, total_updates)
+    refuse_unknown(cfg, PpoConfig.__dataclass_fields__, "algorithm.cfg of ppo")
+    config = PpoConfig(**{**{key: trainer[key] for key in _RECORDED_TRAINER_KEYS if key in trainer}, **cfg})
+    return make_ppo(
+        env,
+        policy,
+        optimizer,
+        config,
+        normalizer=normalizer,
+        critic_normalizer=_critic_normalizer(policy, trainer, normalizer),
+        schedule=schedule,
+        learning_rate=rate,
+        dtype=dtype,
+    )
+
+
+def _critic_normalizer(policy: Any, trainer: Mapping[str, Any], normalizer: Normalizer | None) -> Normalizer | None:
+    """The actor's own where both see the same; none where neither trainer nor policy asks for one."""
+    everything = trainer.get("normalize_observations", False)
+    if not policy.has_critic or not (everything or policy.critic_obs_normalization):
+        return None
+    if normalizer is not None and not policy.uses_separate_critic_obs:
+        return normalizer
+    size = policy.critic_obs_dim
+    return running_normalizer(size, initial_count=1e-4) if everything else empirical_normalizer(size)
+
+
+@register_algo("grpo")
+def _grpo(
+    env: Any,
+    policy: Any,
+    cfg: dict[str, Any],
+    *,
+    trainer: dict[str, Any],
+    normalizer: Normalizer | None,
+    total_updates: int | None,
+    dtype: torch.dtype,
+) -> Algorithm:
+    optimizer, schedule, rate = take_optimizer(cfg, total_updates)
+    if not cfg.pop("reset_every_rollout", True):
+        raise ValueError("reset_every_rollout must be true for grpo: the rows of a group must share one start state, got false")
+    refuse_unknown(cfg, GrpoConfig.__dataclass_fields__, "algorithm.cfg of grpo")
+    config = GrpoConfig(**{**{key: trainer[key] for key in _RECORDED_TRAINER_KEYS if key in trainer}, **cfg})
+    return make_grpo(env, policy, optimizer, config, normalizer=normalizer, schedule=schedule, learning_rate=rate, dtype=dtype)

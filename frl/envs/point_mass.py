@@ -84,8 +84,8 @@ def point_mass(
     Observation ``[14]``: position (2), velocity (2), goal (2), last action (2), obstacle centres (2x2, row-major), radii (2).
     Metrics (cut from the graph): ``success``, ``final_distance`` [m], ``path_length`` [m], ``collision_count`` [steps].
 
-    A reset draws the goal from ``U(-0.7, 0.7)^2``, the start from ``U(-0.6, 0.6)^2`` and the obstacles from ``U(-0.8, 0.8)^2`` (times ``workspace_half``), each
-    obstacle as the first of ``obstacle_candidates`` that lies farther than ``obstacle_min_goal_distance`` from the goal, or ``-0.5 goal`` if none does.
+    A reset draws, in units of ``workspace_half``, the goal from ``U(-0.7, 0.7)^2``, the start from ``U(-0.6, 0.6)^2`` and ``obstacle_candidates`` places from
+    ``U(-0.8, 0.8)^2``. The obstacles are the first two places farther than ``obstacle_min_goal_distance`` from the goal, or ``-0.5 goal`` for what is missing.
 
     Args:
         max_episode_steps: time limit [steps], or ``None``.
@@ -98,7 +98,7 @@ def point_mass(
         success_bonus: reward on reaching the goal, at least 0.
         obstacle_radius_range: smallest and largest obstacle radius [m].
         obstacle_min_goal_distance: clearance between obstacle centre and goal [m], at least 0.
-        obstacle_candidates: draws per obstacle.
+        obstacle_candidates: draws for the two obstacles together.
         detach_last_action: cut the remembered action from the graph, so that neither the smoothness term nor the observation passes a gradient to the
             action of the step before. The gradient of a rollout is then not exact.
         dtype: ``torch.float32`` or ``torch.float64``, of the default parameters; states follow their parameters.
@@ -153,22 +153,23 @@ def _length(x: Tensor) -> Tensor:
 
 def _reset(key: Tensor, env_params: PointMassParams, candidates: int) -> PointMassState:
     # One draw for everything: resets are made for whole blocks of rows and steps, where the number of generator calls is the cost.
-    draw = rng.uniform(key, (6 + 4 * candidates,), dtype=env_params.workspace_half.dtype)
+    draw = rng.uniform(key, (6 + 2 * candidates,), dtype=env_params.workspace_half.dtype)
     centred = (2.0 * draw - 1.0) * env_params.workspace_half
     goal = GOAL_SPREAD * centred[0:2]
-    proposals = OBSTACLE_SPREAD * centred[6:].reshape(2, candidates, 2)
+    proposals = OBSTACLE_SPREAD * centred[6:].reshape(candidates, 2)
     valid = _length(proposals - goal) > env_params.obstacle_min_goal_distance
-    obstacles = (FALLBACK * goal).expand(2, 2)
-    # From the last candidate to the first, so that the first valid one wins; selects fuse into one kernel, an index look-up does not.
+    first = second = FALLBACK * goal
+    # From the last candidate to the first, so that the first valid ones win; selects fuse into one kernel, an index look-up does not.
     for i in reversed(range(candidates)):
-        obstacles = torch.where(valid[:, i, None], proposals[:, i], obstacles)
+        second = torch.where(valid[i], first, second)
+        first = torch.where(valid[i], proposals[i], first)
     radii = env_params.obstacle_radius_min + (env_params.obstacle_radius_max - env_params.obstacle_radius_min) * draw[4:6]
     return PointMassState(
         position=START_SPREAD * centred[2:4],
         velocity=torch.zeros_like(goal),
         goal=goal,
         last_action=torch.zeros_like(goal),
-        obstacles=obstacles,
+        obstacles=torch.stack((first, second)),
         radii=radii,
         path_length=torch.zeros_like(goal[0]),
         collisions=torch.zeros_like(goal[0]),

@@ -1,11 +1,12 @@
 """Names of environments: register, list, build.
 
-Built-in environments are imported when they are asked for. Other packages add theirs with ``register_learning_env``, through the entry-point group
-``frl.envs``, or by being listed under ``trainer.imports`` in a run file.
+Built-in environments are imported when they are asked for, and ``gymnasium:ID`` stands for any registered gymnasium environment. Other packages add theirs
+with ``register_learning_env``, through the entry-point group ``frl.envs``, or by being listed under ``trainer.imports`` in a run file.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 from collections.abc import Callable
@@ -14,11 +15,12 @@ from typing import Any
 import torch
 
 from frl.envs.env import Env
-from frl.envs.vector import make_vec_env
+from frl.envs.vector import VecEnv, make_vec_env
 from frl.registry import Registry
 
 _REGISTRY = Registry("environment", group="frl.envs")
 _ALIASES = {"pointmassrl": "point_mass"}
+_GYMNASIUM = "gymnasium:"
 
 
 def register_learning_env(name: str, factory: Callable[..., Any] | None = None, *, override: bool = False) -> Any:
@@ -39,7 +41,11 @@ def get_registered_learning_env_names() -> list[str]:
 
 
 def get_learning_env_factory(name: str) -> Callable[..., Any]:
-    """The factory under ``name``; ``ValueError`` that lists the names otherwise."""
+    """The factory under ``name`` (of :func:`~frl.envs.host.gymnasium_env` for ``gymnasium:ID``); ``ValueError`` that lists the names otherwise."""
+    if isinstance(name, str) and name.lower().startswith(_GYMNASIUM):
+        from frl.envs.host import gymnasium_env
+
+        return functools.partial(gymnasium_env, name[len(_GYMNASIUM) :])
     return _REGISTRY.get(_ALIASES.get(name.lower(), name) if isinstance(name, str) else name)
 
 
@@ -47,13 +53,14 @@ def build_learning_env(name: str, *, num_envs: int = 1, device: torch.device | s
     """Build ``num_envs`` rows of a registered environment.
 
     Args:
-        name: registered name, case-insensitive.
+        name: registered name, case-insensitive, or ``gymnasium:ID``.
         num_envs: N.
         device: where states live.
         **cfg: passed to the factory.
 
     Returns:
-        A :class:`~frl.envs.vector.VecEnv`, or what the factory made itself.
+        A :class:`~frl.envs.vector.VecEnv`; a :class:`~frl.envs.host.HostEnv` around a gymnasium vector environment or an object with the stateful protocol
+        :class:`~frl.types.LearningVecEnv`; or what else the factory made itself.
 
     Raises:
         ValueError: for an unknown name, ``num_envs`` below 1, or a value that the factory refuses.
@@ -67,7 +74,13 @@ def build_learning_env(name: str, *, num_envs: int = 1, device: torch.device | s
         raise TypeError(f"environment {name!r} takes no {unknown[0]!r} (known: {', '.join(names) or 'none'})")
     own = {key: value for key, value in (("num_envs", num_envs), ("device", torch.device(device))) if key in names}
     built = factory(**cfg, **own)
-    return make_vec_env(built, num_envs, device) if isinstance(built, Env) else built
+    if isinstance(built, Env):
+        return make_vec_env(built, num_envs, device)
+    if isinstance(built, VecEnv):
+        return built
+    from frl.envs.host import HostEnv, is_host_like
+
+    return HostEnv(built, device=device, name=name) if is_host_like(built) else built
 
 
 def _builtin(name: str, module: str | None = None) -> None:

@@ -107,7 +107,8 @@ class VecEnv:
             state: current state.
             action: ``[N, A]`` (``[A, N]`` when ``rows=-1``).
             env_params: see :meth:`reset`.
-            fresh: ``[N, ...]`` states for rows that finish now, from :meth:`draw_resets`; drawn here when ``()``.
+            fresh: ``[N, ...]`` states for rows that finish now, from :meth:`draw_resets`; drawn here when ``()``. With them ``state.key`` and
+                ``state.steps`` are not read and may be ``()``.
             rows: 0, or -1 for the layout with rows last (leaves ``[..., N]``).
 
         Returns:
@@ -137,7 +138,7 @@ class VecEnv:
         state = VecState(
             env=new,
             key=state.key,
-            steps=state.steps + 1,
+            steps=state.steps + 1 if isinstance(state.steps, Tensor) else (),
             elapsed=torch.where(done, 0, elapsed),
             episode_return=torch.where(done, 0.0, episode_return),
         )
