@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
+import secrets
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -26,23 +27,30 @@ class CheckpointError(ValueError):
 
 
 def save_checkpoint(path: str | Path, state: PyTree, metadata: dict[str, Any]) -> Path:
-    """Write ``state`` (a pytree of tensors) and JSON ``metadata`` to ``path`` atomically."""
+    """Write ``state`` (a pytree of tensors) and JSON ``metadata`` to ``path`` atomically.
+
+    Raises:
+        ValueError: two leaves have one key path.
+    """
     from safetensors.torch import save
 
     path = Path(path)
+    twice = [name for name, count in Counter(name for name, _ in tree.items(state)).items() if count > 1]
+    if twice:
+        raise ValueError(f"two leaves of the state have the key path {twice[0]!r}")
     tensors = {name: x.detach().cpu().contiguous().clone() for name, x in tree.items(state) if isinstance(x, Tensor)}
     text = json.dumps({"schema_version": SCHEMA_VERSION, **metadata}, allow_nan=True)
     data = save(tensors, metadata={"frl": text})
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with temporary.open("xb") as file:  # unlike tempfile's, readable as far as the umask allows
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     return path
 
@@ -65,7 +73,9 @@ def read_checkpoint(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]
             header = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         metadata = json.loads(header["frl"])
-    except (SafetensorError, KeyError, json.JSONDecodeError, OSError) as error:
+        if not isinstance(metadata, dict):
+            raise TypeError(f"the metadata is a {type(metadata).__name__}, not a mapping")
+    except (SafetensorError, KeyError, TypeError, json.JSONDecodeError, OSError) as error:
         raise CheckpointError(f"{path} is damaged or not a checkpoint of frl ({type(error).__name__}: {error})") from error
     version = metadata.get("schema_version")
     if version != SCHEMA_VERSION or isinstance(version, bool):

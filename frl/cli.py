@@ -1,12 +1,13 @@
 """The command line: ``frl train``, ``frl check``, ``frl list``.
 
-Exit codes: 0, 1 for failures, 2 for usage. Errors are one message without a traceback unless ``--debug`` is given.
+Exit codes: 0, 1 for failures, 2 for a wrong call or run file. Errors are one message without a traceback unless ``--debug`` is given.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -43,6 +44,8 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
     arguments = _parser().parse_args(argv)
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.insert(0, os.getcwd())  # modules beside the run file, as with python -m frl
     from frl.config import ConfigError
 
     commands = {"train": _train, "check": _check, "list": _list}
@@ -62,7 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fail(error: BaseException, code: int) -> int:
-    text = str(error) if not isinstance(error, KeyError) else str(error.args[0])
+    text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+    if code == 1:  # the problems of a run file keep their lines
+        text = " ".join(line.strip() for line in text.splitlines() if line.strip())
     print(f"frl: {text or type(error).__name__}", file=sys.stderr)
     return code
 
@@ -70,6 +75,8 @@ def _fail(error: BaseException, code: int) -> int:
 def _train(arguments: argparse.Namespace) -> int:
     if arguments.run is not None and arguments.resume not in ("latest", "best"):
         return _fail(ValueError("--run needs --resume latest or --resume best"), 2)
+    if arguments.resume in ("latest", "best") and arguments.run is None:
+        return _fail(ValueError("--resume latest or best needs --run"), 2)
     if arguments.resume_scheduler == "restart" and arguments.resume is None:
         return _fail(ValueError("--resume-scheduler restart needs --resume"), 2)
     from frl.run import train_from_config
@@ -103,10 +110,10 @@ def _report(summary: dict[str, Any]) -> None:
     for name, value in summary["last_eval_metrics"].items():
         if value is not None and math.isfinite(value):
             rows.append((name, f"{value:.4g}"))
-    rows.append(("run", summary["run_directory"]))
     for name, value in rows:
         table.add_row(name, value)
     Console(soft_wrap=True).print(table)
+    print(f"run: {summary['run_directory']}")  # a table cuts at the width of the terminal
 
 
 def _check(arguments: argparse.Namespace) -> int:

@@ -78,6 +78,31 @@ def is_transformed(x: Tensor) -> bool:
     return functorch.is_functorch_wrapped_tensor(x)
 
 
+def is_tracked(x: Tensor) -> bool:
+    """Whether a gradient may be asked for ``x``: by autograd, or by a ``grad`` or ``vjp`` level below or above any ``vmap``."""
+    while functorch.is_functorch_wrapped_tensor(x):
+        if any(level.key() == functorch.TransformType.Jvp for level in functorch.get_interpreter_stack() or ()):
+            return True
+        if functorch.is_gradtrackingtensor(x) and x.requires_grad:
+            return True
+        x = functorch.get_unwrapped(x)
+    return x.requires_grad and torch.is_grad_enabled()
+
+
+def closes_over_history(fn: Callable, depth: int = 4) -> bool:
+    """Whether ``fn`` closes over a tensor that carries history: a compiled call would lose it without a word."""
+    empty = type((lambda: fn).__closure__[0])()
+    held: list[Any] = [cell.cell_contents for cell in getattr(fn, "__closure__", None) or () if cell != empty]
+    held += [*(getattr(fn, "__defaults__", None) or ()), *(getattr(fn, "__kwdefaults__", None) or {}).values()]
+    held += [getattr(fn, "func", None), *getattr(fn, "args", ()), *(getattr(fn, "keywords", None) or {}).values()]
+    for leaf in tree.leaves(held):
+        if isinstance(leaf, Tensor) and is_transformed(leaf):
+            return True
+        if depth and callable(leaf) and not isinstance(leaf, type) and closes_over_history(leaf, depth - 1):
+            return True
+    return False
+
+
 def plain(x: Tensor) -> Tensor:
     """The tensor below wrappers that carry no history (see :func:`is_transformed`)."""
     while functorch.is_gradtrackingtensor(x):
@@ -138,7 +163,7 @@ def below_transforms() -> Iterator[None]:
 
 
 def _signature(leaves: Sequence[Any]) -> tuple:
-    return tuple((x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x for x in leaves)
+    return tuple((x.shape, x.dtype, x.device) if isinstance(x, Tensor) else (type(x), x) for x in leaves)
 
 
 def _in_clean_thread(fn: Callable[[], Any]) -> Any:
@@ -163,15 +188,31 @@ def _in_clean_thread(fn: Callable[[], Any]) -> Any:
     raise value
 
 
+def _no_tool_chain(error: BaseException | None) -> bool:
+    """Whether the compiler or its interfaces are missing, which fails every kernel, rather than this one function."""
+    from torch._inductor import exc
+
+    while error is not None:
+        if isinstance(error, (exc.InvalidCxxCompiler, exc.CppCompileError, ImportError, AttributeError, OSError)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
 def _fall_back(error: BaseException, what: str) -> None:
     global _warned, _broken
-    _broken = True
-    if not _warned:
-        _warned = True
+    missing = _no_tool_chain(error)
+    _broken = _broken or missing
+    if not (missing and _warned):
+        _warned = _warned or missing
         text = str(error).strip().splitlines()
+        why = (
+            "A C++ compiler (g++ or clang++) is needed for speed; results are the same."
+            if missing
+            else "It cannot be captured as a graph; results are the same."
+        )
         warnings.warn(
-            f"frl could not compile {what} and runs it eagerly from now on ({type(error).__name__}: {text[0] if text else ''}). "
-            "A C++ compiler (g++ or clang++) is needed for speed; results are the same.",
+            f"frl could not compile {what} and runs it eagerly from now on ({type(error).__name__}: {text[0][:200] if text else ''}). {why}",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -179,14 +220,14 @@ def _fall_back(error: BaseException, what: str) -> None:
 
 def _fresh(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
     """Contiguous outputs that share no storage with an input or with each other: raw kernels know nothing of aliasing."""
-    seen = {id(x) for x in inputs}
+    # Under functionalisation a view has a storage of its own and detach() is no view: both are asked.
+    seen = {x.untyped_storage()._cdata for x in inputs}
     result = []
     for y in outputs:
         z = y.contiguous()
-        base = z._base if z._is_view() else None
-        if id(z) in seen or (base is not None) or any(z is x for x in inputs):
+        if z._is_view() or z.untyped_storage()._cdata in seen:
             z = z.clone(memory_format=torch.contiguous_format)
-        seen.add(id(z))
+        seen.add(z.untyped_storage()._cdata)
         result.append(z)
     return result
 
@@ -324,7 +365,7 @@ class Kernel:
         if self.mode == "eager" or _broken:
             return self._eager_infer
         if self.mode == "dynamo":
-            return torch.no_grad()(self._torch_compile())
+            return lambda inputs: _fresh(torch.no_grad()(self._torch_compile())(inputs), inputs)
         return _attempt(self._capture_infer, self._name) or self._eager_infer
 
     def _eager_infer(self, inputs: list[Tensor]) -> Sequence[Tensor]:
@@ -359,6 +400,8 @@ class Kernel:
     # -- differentiable ------------------------------------------------------------------------------------------------------------------------
     def forward(self, inputs: list[Tensor]) -> tuple[Sequence[Tensor], Any]:
         """``(outputs, saved)``; ``saved`` may be used by ``backward`` any number of times."""
+        if not any(self.out_needs):
+            return self.infer(inputs), ()
         if self._forward is None:
             self._make_differentiable()
         if self._backward_graph is None:
@@ -369,6 +412,8 @@ class Kernel:
 
     def backward(self, saved: Any, cotangents: list[Tensor]) -> Sequence[Tensor]:
         """Gradients of the inputs that need one, in order."""
+        if not any(self.out_needs):
+            return [torch.zeros_like(x) for x, need in zip(self.examples, self.needs, strict=True) if need]
         if self._backward_graph is None:
             return self._engine_backward(saved, cotangents)
         if self._backward is None:
@@ -462,7 +507,15 @@ def describe_outputs(fn: Callable[[list[Tensor]], Sequence[Tensor]], examples: S
 
     def run() -> list[Tensor]:
         with torch.enable_grad():
-            return list(fn([x.detach().requires_grad_(need) for x, need in zip(examples, needs, strict=True)]))
+            leaves = [x.detach().requires_grad_(need) for x, need in zip(examples, needs, strict=True)]
+            versions = [x._version for x in leaves]
+            outputs, name = list(fn(list(leaves))), getattr(fn, "__name__", "the function")
+            for y in outputs:
+                if not isinstance(y, Tensor):
+                    raise TypeError(f"{name} must return tensors, got {type(y).__name__} {y!r}; make it a 0-d tensor")
+            if any(x._version != v for x, v in zip(leaves, versions, strict=True)):
+                raise ValueError(f"{name} changes an argument in place; write x = x + 1 for x += 1")
+            return outputs
 
     return _in_clean_thread(run)
 
@@ -495,6 +548,8 @@ def jit(fn: Callable, *, mode: str = "inductor") -> Callable:
         if mode == "eager" or is_tracing() or any(is_transformed(x) for x in tensors):
             return fn(*args)
         key = (structure, _signature(leaves))
+        if key not in cache and closes_over_history(fn):
+            return fn(*args)  # a compiled call would lose what it closes over
         if key not in cache:
             out_structure: list = []
 

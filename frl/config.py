@@ -16,7 +16,6 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, ScalarNode, SequenceNode
@@ -323,7 +322,7 @@ def _block_names(data: Mapping[str, Any]) -> tuple[str, str]:
 def _validate(model: Any, data: Any, path: str, table: Mapping, problems: list[str]) -> Any:
     try:
         return model.model_validate(data)
-    except ValidationError as error:
+    except schema.ValidationError as error:
         problems.extend(_problem(path, item, table) for item in error.errors(include_url=False))
         return None
 

@@ -66,6 +66,16 @@ def check_keys(what: str, given: Iterable[Any], allowed: Iterable[str]) -> None:
 
 
 def check_size(name: str, value: Any) -> int:
+    """``value`` as an ``int``.
+
+    Args:
+        name: what messages call it.
+        value: an integer of at least 1.
+
+    Raises:
+        TypeError: it is not an integer; ``bool`` is not one.
+        ValueError: it is below 1.
+    """
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be an integer, got {value!r}")
     if value < 1:

@@ -52,6 +52,7 @@ def make_unroll(
     deterministic: bool = False,
     clip_actions: bool = False,
     segment_length: int | None = None,
+    complete: bool = False,
     adjoint_limits: Sequence[str] = (),
     horizon: int | None = None,
     steps_per_graph: int = 1,
@@ -119,6 +120,9 @@ def make_unroll(
         action = out["action"]
         if clip_actions:
             action = torch.clamp(action, _column(low, action), _column(high, action))
+        if complete:
+            # elapsed is the time of the rollout until the first done; what a row does later must not reach the gradient, not even as 0 * inf.
+            action = torch.where(state.elapsed == x["t"], action, action.detach())
         if ACTION_LIMIT in limits:
             action = clip_adjoint(action, limits[ACTION_LIMIT], rows=-1)
         if "probe" in x:
@@ -174,10 +178,14 @@ def make_unroll(
     ) -> tuple[Any, Trajectory]:
         hyper = hyper or {}
         length = noise.shape[0]
+        if length == 0:
+            raise ValueError("a rollout needs at least one step, got noise with leading dimension 0")
         limits = {name: hyper[name] for name in adjoint_limits}
         view, by_row, state, drawn, fresh = compiler.outside(prepare, norm_state, env_state, env_params, noise)
         consts = (params, view, by_row, limits)
         xs: dict[str, Any] = {"noise": drawn, "fresh": fresh}
+        if complete:
+            xs["t"] = torch.arange(length, device=noise.device)
         if not (isinstance(probe, tuple) and probe == ()):
             xs["probe"] = tree.map(lambda x: x.movedim(1, -1), probe)
         size = segment_length or length

@@ -267,6 +267,8 @@ def train_from_config(
     if resume_scheduler == "restart" and resume is None:
         raise ValueError("resume_scheduler='restart' needs resume")
     source = resolve_resume(resume, run)
+    if isinstance(path, RunConfig) and overrides:
+        raise ValueError("overrides belong to a run file; change the RunConfig itself")
     config = path if isinstance(path, RunConfig) else load_run_config(path, overrides)
     started = time.perf_counter()
     threads = torch.get_num_threads()
@@ -282,6 +284,7 @@ def train_from_config(
 
 
 def _run(config: RunConfig, source: Path | None, resume_scheduler: str, profile: bool, progress: bool, started: float) -> dict[str, Any]:
+    compiled = compiler.compile_seconds()
     parts = build_run(config)
     state = parts.algorithm.init(rng.key(parts.seed, parts.env.device))
     loop = LoopState()
@@ -320,6 +323,8 @@ def _run(config: RunConfig, source: Path | None, resume_scheduler: str, profile:
         total = parts.loop_config.total_updates or parts.loop_config.total_timesteps or 0
         bar = stack.enter_context(Progress(total, enabled=progress))
         tracer = _Tracer(directory.path / "profile.json") if profile else None
+        if tracer is not None:
+            stack.callback(tracer.close)
 
         def on_update(state: TrainState, loop: LoopState) -> None:
             if not first:
@@ -345,7 +350,7 @@ def _run(config: RunConfig, source: Path | None, resume_scheduler: str, profile:
         "skipped_updates": loop.skipped_updates,
         "elapsed_time_sec": trained,
         "training_fps": loop.steps_per_second,
-        "compile_seconds": compiler.compile_seconds(),
+        "compile_seconds": compiler.compile_seconds() - compiled,
         "seconds_to_first_update": first[0] if first else math.nan,
         "last_train_metrics": loop.last_train_metrics,
         "last_eval_metrics": loop.last_eval_metrics,
@@ -422,7 +427,11 @@ class _Tracer:
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
             self._profiler = make(activities=activities)
             self._profiler.start()
-        elif update == 5 and self._profiler is not None:
+        elif update == 5:
+            self.close()
+
+    def close(self) -> None:
+        if self._profiler is not None:
             self._profiler.stop()
             self._profiler.export_chrome_trace(str(self._path))
             self._profiler = None

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainValidator
+from pydantic import ValidationError as ValidationError  # for frl.config
 
 BLOCKS = ("trainer", "policy", "algorithm")
 BUILTIN_POLICIES = ("actor_only", "actor_critic")

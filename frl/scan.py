@@ -170,7 +170,7 @@ class _Plan:
 
     def vmapped(self, in_dims: tuple[int | None, ...], size: int) -> _Plan:
         """The plan of the step mapped over a leading dimension of the inputs whose entry of ``in_dims`` is 0."""
-        if in_dims not in self.mapped:
+        if (in_dims, size) not in self.mapped:
             flat, n_out = self.flat, self.counts[1] + self.counts[3]
 
             def step(inputs: list[Tensor]) -> list[Tensor]:
@@ -178,8 +178,8 @@ class _Plan:
 
             with compiler.below_transforms():
                 examples = [x if d is None else x.expand(size, *x.shape) for x, d in zip(self.examples, in_dims, strict=True)]
-                self.mapped[in_dims] = _Plan(step, self.counts, examples, self.call_needs, self.memory, self.mode)
-        return self.mapped[in_dims]
+                self.mapped[in_dims, size] = _Plan(step, self.counts, examples, self.call_needs, self.memory, self.mode)
+        return self.mapped[in_dims, size]
 
     # The loops below see plain tensors only.
 
@@ -196,6 +196,8 @@ class _Plan:
         return [*carry, *self.pack.split_stacked([torch.stack(y) for y in zip(*ys, strict=True)])]
 
     def run_saving(self, leaves: Sequence[Tensor]) -> tuple[list[Tensor], _Residual]:
+        if not self.differentiable:
+            return self.run(leaves), _Residual([], [], [], [], 1)
         params, carry, xs = self.split([x.contiguous() for x in leaves])
         rows = list(zip(*[x.unbind(0) for x in xs], strict=True))
         n_carry, keep = self.counts[1], self.memory == "save"
@@ -212,7 +214,8 @@ class _Plan:
             ys.append(out[n_carry:])
             if keep:
                 saved.append(residual)
-        outputs = [*carry, *self.pack.split_stacked([torch.stack(y) for y in zip(*ys, strict=True)])]
+        # The last carry may be one of the tensors saved for the backward; what is handed out is the caller's to change.
+        outputs = [*(c.clone() for c in carry), *self.pack.split_stacked([torch.stack(y) for y in zip(*ys, strict=True)])]
         return outputs, _Residual(params, rows, saved, starts, stride)
 
     def pull_back(self, residual: _Residual, cotangents: Sequence[Tensor]) -> list[Tensor]:
@@ -281,7 +284,7 @@ def _scan(step: Callable, params: Any, carry: Any, xs: Any, memory: str, mode: s
             if isinstance(leaf, Tensor):
                 continue
             raise ValueError(f"scan takes tensors only, got {type(leaf).__name__} at {name}; make it a 0-d tensor, or close over it if it never changes")
-    needs = tuple(leaf.is_floating_point() and compiler.is_transformed(leaf) for leaf in leaves)
+    needs = tuple((leaf.is_floating_point() or leaf.is_complex()) and compiler.is_tracked(leaf) for leaf in leaves)
     shapes = tuple((leaf.shape if i < len(p) + len(c) else leaf.shape[1:], leaf.dtype, leaf.device) for i, leaf in enumerate(leaves))
     key = (step, p_tree, c_tree, x_tree, shapes, needs, memory, mode)
     found = _plans.get(key)
@@ -294,7 +297,7 @@ def _scan(step: Callable, params: Any, carry: Any, xs: Any, memory: str, mode: s
     # When nothing is recorded, needs is all False and the loop is an ordinary function.
     if plan.differentiable and compiler.only_gradients():
         outputs = _apply_light(plan, leaves)
-    elif plan.differentiable:
+    elif any(compiler.is_transformed(leaf) for leaf in leaves):
         outputs = _Scan.apply(plan, *leaves)[:-1]
     else:
         with compiler.below_transforms():
@@ -313,16 +316,23 @@ def _make_plan(step: Callable, trees: tuple, counts: tuple, shapes: tuple, needs
     p_tree, c_tree, x_tree = trees
     n_p, n_c, _ = counts
     y_tree: list[Any] = []
+    templates = [tree.unflatten(t, range(n)) for t, n in zip(trees, counts, strict=True)]
 
     def flat(inputs: list[Tensor]) -> list[Tensor]:
-        carry, y = step(tree.unflatten(p_tree, inputs[:n_p]), tree.unflatten(c_tree, inputs[n_p : n_p + n_c]), tree.unflatten(x_tree, inputs[n_p + n_c :]))
+        parts = inputs[:n_p], inputs[n_p : n_p + n_c], inputs[n_p + n_c :]
+        carry, y = step(*[tree.map(lambda i, part=part: part[i], template) for template, part in zip(templates, parts, strict=True)])
         new, new_tree = tree.flatten(carry)
-        if new_tree != c_tree or any(a.shape != b.shape or a.dtype != b.dtype for a, b in zip(new, inputs[n_p : n_p + n_c], strict=True)):
+        if not compiler.is_tracing() and (
+            new_tree != c_tree
+            or any(not isinstance(a, Tensor) or a.shape != b.shape or a.dtype != b.dtype for a, b in zip(new, inputs[n_p : n_p + n_c], strict=True))
+        ):
             tree.check_same(carry, tree.unflatten(c_tree, inputs[n_p : n_p + n_c]), "the carry that step returns")
         y_leaves, y_tree[:] = (lambda pair: (pair[0], [pair[1]]))(tree.flatten(y))
         return [*new, *y_leaves]
 
     flat.__name__ = getattr(step, "__name__", "step")
+    if compiler.closes_over_history(step):
+        raise ValueError(f"scan's step {flat.__name__!r} closes over a tensor that is being differentiated or mapped; pass it in through params")
     with compiler.below_transforms():
         examples = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in shapes]
         n_out = len(compiler.output_needs(flat, examples, [False] * len(examples)))
@@ -376,6 +386,12 @@ class _Constants:
     def __init__(self, values: list[Any], residual: Any = None) -> None:
         self.values = values
         self.residual = residual
+        self.versions = [None if x is None or x.is_inference() else x._version for x in values]
+
+    def check(self) -> None:
+        """Saved tensors of autograd are checked by it; these are checked here."""
+        if any(v is not None and x._version != v for x, v in zip(self.values, self.versions, strict=True)):
+            raise RuntimeError("one of the tensors that frl.scan needs for its gradient has been modified by an inplace operation")
 
 
 def _apply_light(plan: _Plan, leaves: list[Tensor]) -> list[Tensor]:
@@ -406,6 +422,7 @@ class _LightScan(Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> tuple:
         plan, tracked = ctx.plan, ctx.saved_tensors
+        ctx.constants.check()
         given = cotangents[:-1]
         if any(compiler.has_lower_history(x) for x in (*tracked, *given)):
             grads = _PullBack.apply(plan, ctx.residual, *_merge(ctx.constants, tracked), *given)

@@ -127,7 +127,7 @@ def train(
     loop = loop or LoopState()
     every = config.eval_frequency_steps
     loop.num_updates, loop.global_step = int(state.counters["updates"]), int(state.counters["env_steps"])
-    if every and loop.next_eval_step is None:
+    if every:  # not the loop's own: a best state is saved before its next evaluation is set, and the frequency may be another one now
         loop.next_eval_step = (loop.global_step // every + 1) * every
 
     def unfinished() -> bool:

@@ -24,6 +24,7 @@ from frl.gradients import BatchedGradientNormStats, adjoint_norm_per_step, adjoi
 from frl.losses import apg_loss
 from frl.optim import apply_updates, global_norm
 from frl.rollout import ACTION_LIMIT, BLOCK, STATE_LIMIT, make_unroll
+from frl.scan import MEMORY
 from frl.types import Algorithm, Hyper, Metrics, Normalizer, Optimizer, Params, PyTree, Rollout, TrainState, Trajectory
 
 
@@ -89,6 +90,11 @@ class ApgConfig:
             if self.gradient_accumulation_steps > 1:
                 raise ValueError("gradient_accumulation_steps needs rollout_mode 'complete'; a longer update_horizon accumulates segments")
         compiler.check_mode(self.compile_mode)
+        if self.memory not in MEMORY:
+            raise ValueError(f"memory must be one of {', '.join(MEMORY)}, got {self.memory!r}")
+        for name in ("deterministic_actions", "clip_actions_to_space", "adjoint_norm_per_step", "skip_nonfinite_updates"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
 
     @property
     def horizon(self) -> int:
@@ -220,6 +226,7 @@ def make_apg(
         deterministic=config.deterministic_actions,
         clip_actions=config.clip_actions_to_space,
         segment_length=None if config.complete else config.segment_length,
+        complete=config.complete,
         adjoint_limits=limits,
         horizon=config.horizon,
         steps_per_graph=config.steps_per_graph,
@@ -278,7 +285,7 @@ def make_apg(
         nan = torch.full((), float("nan"), dtype=dtype, device=env.device)
         names = ["loss", "objective", "entropy", "grad_norm", "skipped_update", "skipped_excessive_gradient", "learning_rate"]
         names += list(stats_metrics(_no_stats())) if probing else []
-        return {name: nan for name in names}
+        return {**{name: nan for name in names}, **episodes.episode_metrics(state.extra["episodes"], episodes.no_sums(dtype, env.device))}
 
     def _no_stats() -> BatchedGradientNormStats:
         return adjoint_statistics(torch.zeros(1, 1, policy.action_dim, dtype=dtype, device=env.device), 1.0)
@@ -334,15 +341,15 @@ def make_apg(
     def digest(state: TrainState, played: list[tuple[Trajectory, Any]]) -> dict[str, Any]:
         """What the rest of the update needs of the trajectories; nothing in it has the horizon in its shape."""
         window = state.extra["episodes"]
-        norm_state, metrics, steps, bad = state.norm_state, {}, 0, torch.zeros((), dtype=torch.int64, device=env.device)
+        norm_state, steps, sums = state.norm_state, 0, episodes.no_sums(dtype, env.device)
         stats = []
         for trajectory, adjoint in played:
             steps += trajectory.reward.numel()
             if normalizer is not None and not isinstance(trajectory.obs, tuple):
                 norm_state = normalizer.update(norm_state, _flat_obs(trajectory.obs), trajectory.alive if config.complete else ())
             if "episode_return" in trajectory.metrics:
-                window, metrics = episodes.track(window, trajectory, complete=config.complete)
-                bad = bad + metrics["nonfinite_rows"]
+                window, more = episodes.track(window, trajectory, complete=config.complete)
+                sums = tree.map(torch.add, sums, more)
             if probing:
                 limit = state.hyper.get(ACTION_LIMIT, torch.full((), math.inf, dtype=dtype, device=env.device))
                 stats.append(adjoint_statistics(adjoint, limit))
@@ -353,7 +360,15 @@ def make_apg(
                 pooled = merge_stats(pooled, more)
         by_step = adjoint_norm_per_step(played[-1][1]) if config.adjoint_norm_per_step else ()
         steps_taken = torch.full((), steps, dtype=torch.int64, device=env.device)
-        return {"window": window, "norm_state": norm_state, "metrics": metrics, "steps": steps_taken, "bad": bad, "stats": pooled, "by_step": by_step}
+        return {
+            "window": window,
+            "norm_state": norm_state,
+            "metrics": episodes.episode_metrics(window, sums),
+            "steps": steps_taken,
+            "bad": sums.nonfinite_rows,
+            "stats": pooled,
+            "by_step": by_step,
+        }
 
     def _finish(state: TrainState, grads: list[Params], terms: list[dict[str, Tensor]], played: list[tuple[Trajectory, Any]]) -> TrainState:
         return _finish_digest(state, grads, terms, digest(state, played))

@@ -52,7 +52,7 @@ def window_means(window: EpisodeWindow) -> tuple[Tensor, Tensor]:
     return torch.where(some, masked_mean(window.returns, valid), nan), torch.where(some, masked_mean(window.lengths, valid), nan)
 
 
-def track(window: EpisodeWindow, trajectory: Trajectory, *, complete: bool) -> tuple[EpisodeWindow, Metrics]:
+def track(window: EpisodeWindow, trajectory: Trajectory, *, complete: bool) -> tuple[EpisodeWindow, EpisodeSums]:
     """Window and metrics after one rollout.
 
     In a complete rollout a row's first episode counts alone: what follows is outside the objective. Rows reset because they were not finite are counted
@@ -64,15 +64,33 @@ def track(window: EpisodeWindow, trajectory: Trajectory, *, complete: bool) -> t
     if complete:
         finished = finished & trajectory.alive
     window = push(window, finished, metrics["episode_return"], metrics["episode_length"])
+    dtype = window.returns.dtype
+    won = (metrics["success"].to(dtype) * finished).sum() if "success" in metrics else torch.full((), float("nan"), dtype=dtype, device=bad.device)
+    return window, EpisodeSums(episodes=finished.sum(), nonfinite_rows=bad.sum(), successes=won)
+
+
+class EpisodeSums(NamedTuple):
+    """What one rollout adds; sums of several rollouts are sums of their fields."""
+
+    episodes: Tensor  # [] int64
+    nonfinite_rows: Tensor  # [] int64
+    successes: Tensor  # [], NaN without a success metric
+
+
+def no_sums(dtype: torch.dtype, device: torch.device) -> EpisodeSums:
+    """Nothing yet."""
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    return EpisodeSums(episodes=zero, nonfinite_rows=zero, successes=zero.to(dtype))
+
+
+def episode_metrics(window: EpisodeWindow, sums: EpisodeSums) -> Metrics:
+    """Metrics of an update: always these names."""
     mean_return, mean_length = window_means(window)
-    out = {
-        "episodes": finished.sum(),
-        "nonfinite_rows": bad.sum(),
+    rate = torch.where(sums.episodes > 0, sums.successes / sums.episodes.clamp(min=1), torch.nan)
+    return {
+        "episodes": sums.episodes,
+        "nonfinite_rows": sums.nonfinite_rows,
         "episode_reward_avg_100": mean_return,
         "episode_length_avg_100": mean_length,
+        "success_rate": rate,
     }
-    if "success" in metrics:
-        nan = torch.full((), float("nan"), dtype=mean_return.dtype, device=mean_return.device)
-        rate = masked_mean(metrics["success"].to(mean_return.dtype), finished)
-        out["success_rate"] = torch.where(finished.any(), rate, nan)
-    return window, out

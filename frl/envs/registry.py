@@ -6,6 +6,7 @@ with ``register_learning_env``, through the entry-point group ``frl.envs``, or b
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib
 import inspect
@@ -46,7 +47,9 @@ def get_learning_env_factory(name: str) -> Callable[..., Any]:
         from frl.envs.host import gymnasium_env
 
         return functools.partial(gymnasium_env, name[len(_GYMNASIUM) :])
-    return _REGISTRY.get(_ALIASES.get(name.lower(), name) if isinstance(name, str) else name)
+    if isinstance(name, str) and name.lower() in _ALIASES and name.lower() not in _REGISTRY.names():
+        name = _ALIASES[name.lower()]
+    return _REGISTRY.get(name)
 
 
 def build_learning_env(name: str, *, num_envs: int = 1, device: torch.device | str = "cpu", **cfg: Any) -> Any:
@@ -71,7 +74,9 @@ def build_learning_env(name: str, *, num_envs: int = 1, device: torch.device | s
     open_ended = any(p.kind == inspect.Parameter.VAR_KEYWORD for p in names.values())
     unknown = sorted(set(cfg) - set(names))
     if unknown and not open_ended:
-        raise TypeError(f"environment {name!r} takes no {unknown[0]!r} (known: {', '.join(names) or 'none'})")
+        near = difflib.get_close_matches(unknown[0], list(names), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise TypeError(f"environment {name!r} takes no {unknown[0]!r}{hint} (known: {', '.join(names) or 'none'})")
     own = {key: value for key, value in (("num_envs", num_envs), ("device", torch.device(device))) if key in names}
     built = factory(**cfg, **own)
     if isinstance(built, Env):

@@ -193,7 +193,8 @@ def _finite_rows(state: PyTree, rows: int) -> Tensor:
             fine = fine.flatten(1).all(1) if rows == 0 else fine.flatten(0, -2).all(0)
         ok = fine if ok is None else ok & fine
     if ok is None:
-        raise ValueError("the environment's state has no floating leaf")
+        leaf = tree.leaves(state)[0]
+        return torch.ones(leaf.shape[rows], dtype=torch.bool, device=leaf.device)
     return ok
 
 
