@@ -36,7 +36,8 @@ def apg_loss(
     """``loss = -objective - ent_coef * entropy`` with ``objective = mean_n sum_t D_{n,t} r_{n,t} scale_n``.
 
     Segmented: ``D`` restarts at 1 after a done, so that the episode after an automatic reset counts too. Complete: nothing after a row's first done
-    counts. The entropy bonus is discounted, masked and scaled by the same rule. With ``ent_coef`` 0 the entropy stays out of the gradient altogether.
+    counts. The entropy bonus is discounted, masked and scaled by the same rule. With ``ent_coef`` 0 an
+    infinite entropy does not spoil the loss.
 
     Args:
         trajectory: fields ``reward``, flags and, when recorded, ``entropy``, ``[T, N]``.

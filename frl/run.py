@@ -14,11 +14,12 @@ import os
 import platform
 import secrets
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import torch
@@ -27,17 +28,19 @@ from frl import checkpoint as checkpoints
 from frl import compile as compiler
 from frl import rng, tree
 from frl.algorithms.registry import build_algo
-from frl.config import RunConfig, dump_run_config, load_run_config, write_yaml
-from frl.envs.registry import build_learning_env
+from frl.config import ConfigError, RunConfig, dump_run_config, load_run_config, write_yaml
+from frl.envs.registry import build_learning_env, get_learning_env_factory
 from frl.envs.vector import VecEnv
 from frl.evaluate import EvaluationResult, make_evaluator
 from frl.logs import Progress, RunLog
 from frl.normalizers import empirical_normalizer, running_normalizer
+from frl.optim import coerce_lr_scheduler_cfg, coerce_optimizer_cfg, scheduler_needs_horizon
 from frl.policies import build_policy
 from frl.train import LoopConfig, LoopState, train
 from frl.types import Algorithm, Normalizer, TrainState
 
 MANIFEST = "run-manifest.json"
+MANIFEST_VERSION = 1
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 _FINAL_SEED = 1_000_003  # added to eval_seed: the final evaluation plays episodes that no earlier one has played
 
@@ -57,30 +60,50 @@ class RunParts:
     eval_seed: int
 
 
-def build_run(config: RunConfig) -> RunParts:
+def build_run(config: RunConfig, *, source: str = "RunConfig", schedule_updates: int | None = None) -> RunParts:
     """Build environments, policy and algorithm of a run file; nothing is written.
 
+    Args:
+        config: of :func:`frl.load_run_config`.
+        source: what messages call it, for a file its path.
+        schedule_updates: length of a learning-rate schedule that has none of its own; the whole budget by default.
+
     Raises:
-        ValueError, TypeError: for names that are not registered and values that the parts refuse.
+        ConfigError: names that are not registered and values that the parts refuse, with their key path.
     """
     cfg = config.trainer
     for module in cfg.imports:
-        importlib.import_module(module)
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+                raise  # the module is there, and what it imports itself is not
+            raise ConfigError(source, [f"trainer.imports: there is no module {module!r}"]) from error
     if cfg.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"trainer.device: got {cfg.device!r}, but torch sees no CUDA device")
+        raise ConfigError(source, [f"trainer.device: got {cfg.device!r}, but torch sees no CUDA device"])
+    if not isinstance(config.algorithm.cfg, Mapping):  # a registered algorithm reads its own settings
+        blocks = config.algorithm.cfg.model_dump()
+        for key, coerce in (("optimizer", coerce_optimizer_cfg), ("lr_scheduler", coerce_lr_scheduler_cfg)):
+            with _refused(source, f"algorithm.cfg.{key}"):
+                coerce(blocks[key])
     seed = secrets.randbelow(2**31) if cfg.seed == -1 else cfg.seed
     eval_seed = seed + 10_000 if cfg.eval_seed is None else cfg.eval_seed
     dtype = _DTYPES[cfg.dtype]
     name, env_cfg = cfg.learning_env.name, dict(cfg.learning_env.cfg)
-    env = build_learning_env(name, num_envs=cfg.num_envs, device=cfg.device, **env_cfg)
-    eval_env = build_learning_env(name, num_envs=cfg.num_eval_envs, device=cfg.device, **env_cfg)
+    with _refused(source, "trainer.learning_env.name"):
+        get_learning_env_factory(name)
+    with _refused(source, "trainer.learning_env.cfg"):
+        env = build_learning_env(name, num_envs=cfg.num_envs, device=cfg.device, **env_cfg)
+        eval_env = build_learning_env(name, num_envs=cfg.num_eval_envs, device=cfg.device, **env_cfg)
     for vec in (env, eval_env):
         if not isinstance(vec, VecEnv):
-            raise TypeError(f"trainer.learning_env: {name!r} is not a functional environment, which algorithm {config.algorithm.name!r} needs")
+            text = f"{name!r} is not a functional environment, which algorithm {config.algorithm.name!r} needs"
+            raise ConfigError(source, [f"trainer.learning_env.name: {text}"])
     if dtype != torch.float32:
         env, eval_env = _cast(env, dtype), _cast(eval_env, dtype)
     blocks = dump_run_config(config)
-    policy = build_policy(blocks["policy"], env.single_observation_space, env.single_action_space)
+    with _refused(source, "policy"):
+        policy = build_policy(blocks["policy"], env.single_observation_space, env.single_action_space)
     normalizer = None
     if cfg.normalize_observations:
         normalizer = running_normalizer(policy.obs_dim, mask=env.env.spec.normalize_mask, initial_count=1e-4)
@@ -89,16 +112,17 @@ def build_run(config: RunConfig) -> RunParts:
     algo_cfg = dict(blocks["algorithm"].get("cfg", {}))
     updates, timesteps = _budget(config)
     horizon = _steps_per_update(config)
-    algorithm = build_algo(
-        config.algorithm.name,
-        algo_cfg,
-        env=env,
-        policy=policy,
-        trainer=blocks["trainer"],
-        normalizer=normalizer,
-        total_updates=updates if updates is not None else -(-(timesteps or 0) // horizon),
-        dtype=dtype,
-    )
+    with _refused(source, "algorithm"):
+        algorithm = build_algo(
+            config.algorithm.name,
+            algo_cfg,
+            env=env,
+            policy=policy,
+            trainer=blocks["trainer"],
+            normalizer=normalizer,
+            total_updates=_last_update(config) if schedule_updates is None else schedule_updates,
+            dtype=dtype,
+        )
     loop_config = LoopConfig(
         total_updates=updates,
         total_timesteps=timesteps,
@@ -124,6 +148,17 @@ def build_run(config: RunConfig) -> RunParts:
     )
 
 
+@contextmanager
+def _refused(source: str, where: str) -> Iterator[None]:
+    """What a part refuses is a problem of the run file, at ``where``."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (ValueError, TypeError) as error:
+        raise ConfigError(source, [f"{where}: {' '.join(str(error).split())}"]) from error
+
+
 def _cast(vec: VecEnv, dtype: torch.dtype) -> VecEnv:
     params = tree.map(lambda x: x.to(dtype) if x.is_floating_point() else x, vec.env.default_params)
     return dataclasses.replace(vec, env=dataclasses.replace(vec.env, default_params=params))
@@ -142,6 +177,12 @@ def _budget(config: RunConfig) -> tuple[int | None, int | None]:
     if cfg.total_timesteps is not None:
         return None, cfg.total_timesteps
     return cfg.iterations, None
+
+
+def _last_update(config: RunConfig, done: int = 0, steps: int = 0) -> int:
+    """The update with which the budget ends, after ``done`` updates of ``steps`` environment steps in all."""
+    updates, timesteps = _budget(config)
+    return updates if updates is not None else done + max(0, -(-((timesteps or 0) - steps) // _steps_per_update(config)))
 
 
 # -- the run directory -------------------------------------------------------------------------------------------------------------------------------
@@ -184,8 +225,10 @@ def _json(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def _environment_record() -> dict[str, Any]:
+def _environment_record(device: torch.device, compile_mode: str) -> dict[str, Any]:
     return {
+        "device": f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device),
+        "compile_mode": compile_mode,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
@@ -205,6 +248,7 @@ def resolve_resume(resume: str | Path | None, run: str | Path | None) -> Path | 
     Raises:
         ValueError: a combination that means nothing.
         FileNotFoundError: the run directory, its manifest or the checkpoint is missing.
+        CheckpointError: the manifest is damaged, of another version, or names a file outside the run directory.
     """
     if resume is None:
         if run is not None:
@@ -216,10 +260,7 @@ def resolve_resume(resume: str | Path | None, run: str | Path | None) -> Path | 
         manifest = Path(run) / MANIFEST
         if not manifest.is_file():
             raise FileNotFoundError(f"{manifest} does not exist, so {run} is not a run directory")
-        entry = json.loads(manifest.read_text(encoding="utf-8")).get("checkpoints", {}).get(str(resume))
-        if not entry:
-            raise FileNotFoundError(f"{manifest} names no {resume} checkpoint")
-        path = Path(run) / entry
+        path = Path(run) / _manifest_entry(manifest, str(resume))
     else:
         if run is not None:
             raise ValueError("give resume as a file, or as 'latest' or 'best' together with run, not a file and run")
@@ -227,6 +268,25 @@ def resolve_resume(resume: str | Path | None, run: str | Path | None) -> Path | 
     if not path.is_file():
         raise FileNotFoundError(f"checkpoint {path} does not exist")
     return path
+
+
+def _manifest_entry(manifest: Path, kind: str) -> str:
+    """Relative path of the ``"latest"`` or ``"best"`` checkpoint."""
+    try:
+        content = json.loads(manifest.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise checkpoints.CheckpointError(f"{manifest} is damaged ({error})") from error
+    version = content.get("schema_version") if isinstance(content, dict) else None
+    if version != MANIFEST_VERSION or isinstance(version, bool):
+        raise checkpoints.CheckpointError(f"{manifest} has schema version {version!r}, this version reads {MANIFEST_VERSION}")
+    files = content.get("checkpoints")
+    entry = files.get(kind) if isinstance(files, dict) else None
+    if not entry:
+        raise FileNotFoundError(f"{manifest} names no {kind} checkpoint")
+    kinds = (PurePosixPath, PureWindowsPath)  # of either system, on either
+    if not isinstance(entry, str) or any(kind(entry).anchor or ".." in kind(entry).parts for kind in kinds):
+        raise checkpoints.CheckpointError(f"{manifest} names the checkpoint {entry!r}, expected a path inside the run directory")
+    return entry
 
 
 # -- training from a file ------------------------------------------------------------------------------------------------------------------------------
@@ -248,9 +308,10 @@ def train_from_config(
         path: a ``.yaml``, ``.yml`` or ``.json`` run file, or a ``RunConfig``.
         resume: checkpoint file, or ``"latest"`` / ``"best"`` of ``run``.
         run: run directory to resume from; the resumed run gets a directory of its own.
-        resume_scheduler: ``"restore"`` continues the learning-rate schedule, ``"restart"`` begins it anew over the updates that remain.
+        resume_scheduler: ``"restore"`` continues the learning-rate schedule over the length it began with, ``"restart"`` begins it anew over the updates
+            that remain. A schedule whose length was that of the budget is not restored into a longer budget.
         profile: write a trace of a few updates to ``profile.json`` in the run directory (open it in Perfetto or ``chrome://tracing``).
-        overrides: ``"trainer.num_envs=32"`` and the like.
+        overrides: ``"trainer.num_envs=32"`` and the like, for a run file.
         progress: show a live line on a terminal.
 
     Returns:
@@ -261,6 +322,9 @@ def train_from_config(
     Raises:
         ConfigError, ValueError, TypeError: the file or a combination of options is wrong; nothing has been written then.
         CheckpointError: the checkpoint does not fit.
+
+    A resumed run takes its settings from the run file: what differs from the checkpoint's is said in a ``RuntimeWarning``, and hyper-parameters that the file
+    left alone go on with the values they had reached. So is another machine, thread count or compile mode, with which a run is no longer the same bit for bit.
     """
     if resume_scheduler not in ("restore", "restart"):
         raise ValueError(f"resume_scheduler must be 'restore' or 'restart', got {resume_scheduler!r}")
@@ -269,6 +333,7 @@ def train_from_config(
     source = resolve_resume(resume, run)
     if isinstance(path, RunConfig) and overrides:
         raise ValueError("overrides belong to a run file; change the RunConfig itself")
+    label = "RunConfig" if isinstance(path, RunConfig) else str(path)
     config = path if isinstance(path, RunConfig) else load_run_config(path, overrides)
     started = time.perf_counter()
     threads = torch.get_num_threads()
@@ -277,20 +342,23 @@ def train_from_config(
         if config.trainer.threads is not None:
             torch.set_num_threads(config.trainer.threads)
         torch.use_deterministic_algorithms(config.trainer.torch_deterministic or deterministic)
-        return _run(config, source, resume_scheduler, profile, progress, started)
+        return _run(config, label, source, resume_scheduler == "restart", profile, progress, started)
     finally:
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(deterministic)
 
 
-def _run(config: RunConfig, source: Path | None, resume_scheduler: str, profile: bool, progress: bool, started: float) -> dict[str, Any]:
+def _run(config: RunConfig, label: str, source: Path | None, restart: bool, profile: bool, progress: bool, started: float) -> dict[str, Any]:
     compiled = compiler.compile_seconds()
-    parts = build_run(config)
+    cfg = config.trainer
+    saved = None if source is None else _Saved.read(source)
+    schedule = _schedule(config, label, saved, restart)
+    parts = build_run(config, source=label, schedule_updates=schedule["updates"])
+    environment = _environment_record(parts.env.device, cfg.compile_mode)
     state = parts.algorithm.init(rng.key(parts.seed, parts.env.device))
     loop = LoopState()
-    if source is not None:
-        state, loop = _resume(source, state, resume_scheduler)
-    cfg = config.trainer
+    if saved is not None:
+        state, loop = _resume(saved, state, config, environment, restart)
     evaluate = make_evaluator(
         parts.eval_env,
         parts.policy,
@@ -304,17 +372,18 @@ def _run(config: RunConfig, source: Path | None, resume_scheduler: str, profile:
     name = cfg.exp_name or f"{cfg.learning_env.name}_{config.algorithm.name}"
     directory = RunDirectory.create(cfg.output_dir, name)
     write_yaml(_made(directory.path / "configs") / "train.yaml", dump_run_config(config))
-    _write_json(directory.path / "environment.json", {**_environment_record(), "seed": parts.seed, "resumed_from": source})
+    _write_json(directory.path / "environment.json", {**environment, "seed": parts.seed, "resumed_from": source})
     latest: dict[str, Path | None] = {"latest": None, "best": None}
 
     def save(state: TrainState, loop: LoopState, kind: str) -> None:
         target = directory.checkpoint(kind, loop.global_step)
-        checkpoints.save_checkpoint(target, state, {"loop": _loop_json(loop), "config": dump_run_config(config)})
+        metadata = {"loop": _loop_json(loop), "config": dump_run_config(config), "schedule": schedule, "environment": environment}
+        checkpoints.save_checkpoint(target, state, metadata)
         latest["latest"] = target
         if kind == "best":
             latest["best"] = target
         files = {key: value.relative_to(directory.path).as_posix() if value else None for key, value in latest.items()}
-        _write_json(directory.path / MANIFEST, {"schema_version": 1, "configs": {"train": "configs/train.yaml"}, "checkpoints": files})
+        _write_json(directory.path / MANIFEST, {"schema_version": MANIFEST_VERSION, "configs": {"train": "configs/train.yaml"}, "checkpoints": files})
 
     first: list[float] = []
     with ExitStack() as stack:
@@ -322,19 +391,23 @@ def _run(config: RunConfig, source: Path | None, resume_scheduler: str, profile:
         stack.callback(log.close)
         total = parts.loop_config.total_updates or parts.loop_config.total_timesteps or 0
         bar = stack.enter_context(Progress(total, enabled=progress))
-        tracer = _Tracer(directory.path / "profile.json") if profile else None
-        if tracer is not None:
+        tracer = None
+        if profile:
+            remaining = _last_update(config, int(state.counters["updates"]), int(state.counters["env_steps"])) - int(state.counters["updates"])
+            tracer = _Tracer(directory.path / "profile.json", after=max(0, min(2, remaining - 1)))
             stack.callback(tracer.close)
 
         def on_update(state: TrainState, loop: LoopState) -> None:
             if not first:
                 first.append(time.perf_counter() - started)
             if tracer is not None:
-                tracer.step(loop.num_updates)
+                tracer.step()
             done = loop.num_updates if parts.loop_config.total_updates is not None else loop.global_step
             bar.update(done, _line(loop))
 
         state, loop = train(parts.algorithm, state, parts.loop_config, evaluate=evaluate, loop=loop, on_record=log.write, on_update=on_update, on_save=save)
+        if tracer is not None:
+            tracer.close()
         save(state, loop, "last")
         trained = time.perf_counter() - started
         best_metrics: dict[str, float] = {}
@@ -397,11 +470,115 @@ def _loop_json(loop: LoopState) -> dict[str, Any]:
     return {name: getattr(loop, name) for name in _LOOP_FIELDS}
 
 
-def _resume(source: Path, like: TrainState, resume_scheduler: str) -> tuple[TrainState, LoopState]:
-    tensors, metadata = checkpoints.read_checkpoint(source)
-    state = checkpoints.restore(tensors, like._replace(metrics={k: v for k, v in _metrics_like(tensors).items()}), what=str(source))
-    loop = LoopState(**{name: metadata["loop"][name] for name in _LOOP_FIELDS})
-    if resume_scheduler == "restart":
+@dataclass(frozen=True)
+class _Saved:
+    """A checkpoint of a run."""
+
+    path: Path
+    tensors: dict[str, torch.Tensor]
+    loop: dict[str, Any]
+    config: dict[str, Any]
+    schedule: dict[str, Any]  # begin: updates made when the learning-rate schedule began; updates: its length
+    environment: dict[str, Any]
+
+    @classmethod
+    def read(cls, path: Path) -> _Saved:
+        tensors, metadata = checkpoints.read_checkpoint(path)
+        parts = {name: metadata.get(name) for name in ("loop", "config", "schedule", "environment")}
+        missing = [name for name, part in parts.items() if not isinstance(part, dict)]
+        for name, keys in (("loop", _LOOP_FIELDS), ("schedule", ("begin", "updates"))):
+            missing += [] if name in missing else [f"{name}.{key}" for key in keys if key not in metadata[name]]
+        if missing:
+            raise checkpoints.CheckpointError(f"{path} is not a checkpoint of a run: its metadata lack {', '.join(missing)}")
+        return cls(path, tensors, **parts)  # pyright: ignore[reportArgumentType]
+
+
+# Trainer keys that change neither the updates nor the environment record, or that a resumed run is expected to change.
+_FREE_TRAINER_KEYS = frozenset(
+    (
+        *(
+            "exp_name",
+            "output_dir",
+            "imports",
+            "use_wandb",
+            "wandb_project_name",
+            "iterations",
+            "total_timesteps",
+            "seed",
+            "save_freq",
+            "save_frequency_updates",
+        ),
+        *("enable_eval", "eval_freq", "eval_seed", "num_eval_envs", "num_eval_episodes", "evaluation_mode", "max_eval_steps", "final_eval_episodes"),
+        *("best_eval_metric", "best_eval_mode", "device", "compile_mode", "threads"),
+    )
+)
+_COMPARED = ("torch", "machine", "device", "threads", "compile_mode")
+
+
+def _schedule(config: RunConfig, label: str, saved: _Saved | None, restart: bool) -> dict[str, int]:
+    """``begin``: updates made when the learning-rate schedule begins; ``updates``: the length of one that has none of its own.
+
+    Raises:
+        ConfigError: a schedule that has begun would end before the budget.
+    """
+    done, steps = (saved.loop["num_updates"], saved.loop["global_step"]) if saved is not None else (0, 0)
+    last = _last_update(config, done, steps)
+    if saved is None or restart:
+        return {"begin": done, "updates": max(1, last - done)}
+    begin, length = saved.schedule["begin"], saved.schedule["updates"]
+    if not (_is_open(dump_run_config(config)) and _is_open(saved.config)):
+        return {"begin": begin, "updates": max(1, last - begin)}
+    if last > begin + length:
+        key = "iterations" if config.trainer.total_timesteps is None else "total_timesteps"
+        raise ConfigError(
+            label,
+            [
+                f"trainer.{key}: goes on to update {last}, but the learning-rate schedule of {saved.path} was begun with an end at update {begin + length}; "
+                "begin it anew over the updates that remain with resume_scheduler='restart' (--resume-scheduler restart), or keep the budget"
+            ],
+        )
+    return {"begin": begin, "updates": length}
+
+
+def _is_open(blocks: Mapping[str, Any]) -> bool:
+    """Whether the length of the learning-rate schedule is left to the budget."""
+    try:
+        return scheduler_needs_horizon(coerce_lr_scheduler_cfg(blocks["algorithm"]["cfg"].get("lr_scheduler")))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return False  # refused elsewhere, or the own matter of a registered algorithm
+
+
+def _changes(before: Any, now: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """``(key path, value before, value now)`` of every setting that differs."""
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        for key in {**before, **now}:
+            yield from _changes(before.get(key), now.get(key), f"{path}.{key}" if path else key)
+    elif before != now:
+        yield path, before, now
+
+
+def _resume(saved: _Saved, like: TrainState, config: RunConfig, environment: Mapping[str, Any], restart: bool) -> tuple[TrainState, LoopState]:
+    now = json.loads(json.dumps(dump_run_config(config)))
+    changes = {path: (old, new) for path, old, new in _changes(saved.config, now) if path.removeprefix("trainer.") not in _FREE_TRAINER_KEYS}
+    tensors = saved.tensors
+    if changes:
+        # A changed setting holds from here on; what was left alone goes on with the value it had reached, such as an adapted learning rate.
+        fresh = {
+            f"hyper.{name}": x
+            for name, x in like.hyper.items()
+            if f"algorithm.cfg.{name}" in changes or f"trainer.{name}" in changes or f"hyper.{name}" not in tensors
+        }
+        known = {f"hyper.{name}" for name in like.hyper}
+        tensors = {**{name: x for name, x in tensors.items() if name in known or not name.startswith("hyper.")}, **fresh}
+    state = checkpoints.restore(tensors, like._replace(metrics=_metrics_like(tensors)), what=str(saved.path))
+    if changes:
+        text = ", ".join(f"{path} {old!r} -> {new!r}" for path, (old, new) in changes.items())
+        warnings.warn(f"the run file differs from the one of {saved.path}; what it says now holds from here on: {text}", RuntimeWarning)
+    moved = [f"{name} {saved.environment.get(name)!r} -> {environment[name]!r}" for name in _COMPARED if saved.environment.get(name) != environment[name]]
+    if moved:
+        warnings.warn(f"{saved.path} comes from another setting, so the run does not go on bit for bit: {', '.join(moved)}", RuntimeWarning)
+    loop = LoopState(**{name: saved.loop[name] for name in _LOOP_FIELDS})
+    if restart:
         zero = torch.zeros_like(state.counters["successful_updates"])
         state = state._replace(counters={**state.counters, "successful_updates": zero})
     return state, loop
@@ -413,24 +590,32 @@ def _metrics_like(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 class _Tracer:
-    """A torch profiler trace of updates 3 to 5."""
+    """A torch profiler trace of three updates, or of those that there are, after the first ``after``."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, after: int) -> None:
+        self._path, self._after, self._count = path, after, 0
         self._profiler: Any = None
+        if after == 0:
+            self._start()
 
-    def step(self, update: int) -> None:
-        if update == 2:
-            from torch.profiler import ProfilerActivity
-            from torch.profiler import profile as make
+    def _start(self) -> None:
+        from torch.profiler import ProfilerActivity
+        from torch.profiler import profile as make
 
-            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
-            self._profiler = make(activities=activities)
-            self._profiler.start()
-        elif update == 5:
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+        self._profiler = make(activities=activities)
+        self._profiler.start()
+
+    def step(self) -> None:
+        """Call after every update."""
+        self._count += 1
+        if self._count == self._after:
+            self._start()
+        elif self._count == self._after + 3:
             self.close()
 
     def close(self) -> None:
+        """Stop and write, if that has not been done."""
         if self._profiler is not None:
             self._profiler.stop()
             self._profiler.export_chrome_trace(str(self._path))

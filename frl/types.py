@@ -60,6 +60,7 @@ class Rollout(NamedTuple):
     env_params: PyTree
     noise: Tensor  # [T, N, noise_dim] of the policy's distribution
     objective_scale: Tensor  # [] or [N]
+    metadata: PyTree = ()  # {label: []} of a scheduled rollout, for the metrics rollout_<label>_mean
 
 
 class TrainState(NamedTuple):

@@ -323,7 +323,6 @@ def test_continued_equals_uninterrupted(values: list[float], data: st.DataObject
     assert untimed(remembered(both)) == untimed(remembered(whole))
 
 
-@pytest.mark.xfail(strict=True, reason="the next evaluation is set after the best state is saved, so a run resumed from it evaluates once too often")
 def test_a_loop_saved_with_a_best_state_continues_like_the_others():
     saved: list[LoopState] = []
     states: list[TrainState] = []
@@ -339,7 +338,6 @@ def test_a_loop_saved_with_a_best_state_continues_like_the_others():
     assert [entry["global_step"] for entry in resumed.eval_history] == [entry["global_step"] for entry in whole.eval_history] == [16, 32, 48]
 
 
-@pytest.mark.xfail(strict=True, reason="the next evaluation is that of the frequency the run began with")
 def test_a_continued_loop_may_evaluate_more_often():
     state, loop = train(counting(), first_state(), LoopConfig(total_updates=1, eval_frequency_steps=32), evaluate=scoring([]))
     _, loop = train(counting(), state, LoopConfig(total_updates=4, eval_frequency_steps=8), evaluate=scoring([0.0] * 3), loop=loop)

@@ -299,13 +299,14 @@ def make_apg(
         for k in range(config.gradient_accumulation_steps):
             if prepare is None:
                 key, start, noise = draw(key, env_params, config.horizon)
-                scale = one
+                scale, labels = one, ()
             else:
                 spec, env_params = prepare(int(state.counters["rollouts"]) + k)
                 key, start, _ = draw(key, env_params, BLOCK)
                 noise, scale = scheduled_noise(rng.fold_in(key, 0), spec.num_steps), torch.as_tensor(spec.objective_scale, dtype=dtype, device=env.device)
+                labels = {name: torch.as_tensor(value, dtype=dtype, device=env.device) for name, value in spec.metadata.items()}
             start = start if config.complete else state.env_state
-            rollouts.append(Rollout(env_state=start, env_params=env_params, noise=noise, objective_scale=scale))
+            rollouts.append(Rollout(env_state=start, env_params=env_params, noise=noise, objective_scale=scale, metadata=labels))
         return state._replace(key=key), rollouts[0] if len(rollouts) == 1 else tuple(rollouts)
 
     # -- update --------------------------------------------------------------------------------------------------------------------------------
@@ -332,6 +333,8 @@ def make_apg(
             )
         grads = [g for g, _ in results]
         terms = [{name: aux[name] for name in ("loss", "objective", "entropy")} for _, aux in results]
+        for part, values in zip(parts, terms, strict=True):
+            values.update({f"rollout_{name}_mean": value for name, value in (part.metadata or {}).items()})
         played = [(aux["trajectory"], aux["adjoint"]) for _, aux in results]
         rest = state._replace(env_state=(), key=(), metrics={})  # type: ignore[arg-type]
         # With scheduled horizons the shapes of what was played change; what depends on them then runs eagerly.
@@ -380,7 +383,8 @@ def make_apg(
         mean = {name: torch.stack([t[name] for t in terms]).mean() for name in terms[0]}
         norm = global_norm(grads)
         finite = torch.isfinite(mean["loss"]) & tree.all_finite(grads)
-        ok = finite & torch.isfinite(norm) & (norm <= hyper["max_grad_norm_before_clip"])
+        gate = hyper["max_grad_norm_before_clip"]
+        ok = finite & torch.isfinite(norm) & ((norm <= gate) | (gate <= 0))
         # Same formula as torch.nn.utils.clip_grad_norm_; the guard keeps an infinite limit from making 0 * inf.
         scale = torch.where(torch.isfinite(hyper["max_grad_norm"]), (hyper["max_grad_norm"] / (norm + 1e-6)).clamp(max=1.0), 1.0)
         safe = tree.map(lambda g: torch.where(ok, g * scale, 0.0), grads)

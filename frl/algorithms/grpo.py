@@ -156,6 +156,7 @@ def make_grpo(
         extra: dict[str, PyTree] = {"episodes": episodes.init(dtype, env.device)}
         if anchored:
             extra["reference"] = tree.map(torch.clone, {"params": params, "norm_state": norm_state})
+        metrics = episodes.episode_metrics(extra["episodes"], episodes.no_sums(dtype, env.device))
         nan = torch.full((), math.nan, dtype=dtype, device=env.device)
         zero = torch.zeros((), dtype=torch.int64, device=env.device)
         return TrainState(
@@ -166,7 +167,7 @@ def make_grpo(
             key=k_run,
             hyper=hyper,
             counters={name: zero for name in COUNTERS},
-            metrics={name: nan for name in (*LOSS_METRICS, "tied_fraction", "steps", "skipped_update", "learning_rate")},
+            metrics={**metrics, **{name: nan for name in (*LOSS_METRICS, "tied_fraction", "steps", "skipped_update", "learning_rate")}},
             extra=extra,
         )
 
@@ -205,7 +206,7 @@ def make_grpo(
         take = lambda name: cleared(chosen, flat_transitions(fields[name]))
         raw_obs = take("obs")
         batch = {
-            "obs": normalized(normalizer, state.norm_state, raw_obs),
+            "obs": normalized(normalizer, state.norm_state, raw_obs, reward.dtype),
             "action": take("action"),
             "log_prob": take("sample_log_prob"),
             "advantage": groups.advantage.movedim(0, 1).flatten(),
@@ -213,7 +214,7 @@ def make_grpo(
         }
         if anchored:
             reference = state.extra["reference"]
-            dist = policy.apply(reference["params"], normalized(normalizer, reference["norm_state"], raw_obs))
+            dist = policy.apply(reference["params"], normalized(normalizer, reference["norm_state"], raw_obs, reward.dtype))
             if config.kl_estimator == "exact":
                 batch["reference"] = distribution_fields(dist)
             else:

@@ -273,13 +273,12 @@ def finish_update(
     if rate_in_hyper:
         hyper["optimizer.learning_rate"] = torch.where(ok, carry["rate"], hyper["optimizer.learning_rate"])
     played = _trajectory(fields, complete)
-    window, found = state.extra["episodes"], {}
-    bad = torch.zeros((), dtype=torch.int64, device=ok.device)
+    window, dtype = state.extra["episodes"], metrics["loss"].dtype
+    sums = episodes.no_sums(dtype, ok.device)
     if "metrics" in fields:
-        window, found = episodes.track(window, played, complete=complete)
-        bad = found["nonfinite_rows"]
+        window, sums = episodes.track(window, played, complete=complete)
     steps = played.metrics["valid"].sum() if "valid" in played.metrics else played.reward.numel()
-    added = {"updates": 1, "successful_updates": ok, "skipped_updates": ~ok, "env_steps": steps, "rollouts": 1, "nonfinite_rows": bad}
+    added = {"updates": 1, "successful_updates": ok, "skipped_updates": ~ok, "env_steps": steps, "rollouts": 1, "nonfinite_rows": sums.nonfinite_rows}
     return TrainState(
         params=tree.where(ok, carry["params"], state.params),
         opt_state=tree.where(ok, carry["opt_state"], state.opt_state),
@@ -288,7 +287,7 @@ def finish_update(
         key=key,
         hyper=hyper,
         counters={name: state.counters[name] + added[name] for name in state.counters},
-        metrics={**found, **metrics, "skipped_update": (~ok).to(metrics["loss"].dtype), "learning_rate": carry["rate"]},
+        metrics={**episodes.episode_metrics(window, sums), **metrics, "skipped_update": (~ok).to(dtype), "learning_rate": carry["rate"]},
         extra={**state.extra, **tree.where(ok, extra, old_extra), "episodes": window},
     )
 
@@ -422,7 +421,8 @@ def make_ppo(
             extra["reward_returns"] = torch.zeros(env.num_envs, dtype=dtype, device=env.device)
         nan = torch.full((), math.nan, dtype=dtype, device=env.device)
         zero = torch.zeros((), dtype=torch.int64, device=env.device)
-        metrics = {name: nan for name in (*LOSS_METRICS, "ratio_error", "explained_variance", "steps", "skipped_update", "learning_rate")}
+        learned = (*LOSS_METRICS, "ratio_error", "explained_variance", "steps", "skipped_update", "learning_rate")
+        metrics = episodes.episode_metrics(extra["episodes"], episodes.no_sums(dtype, env.device))
         return TrainState(
             params=params,
             opt_state=optimizer.init(params),
@@ -431,7 +431,7 @@ def make_ppo(
             key=k_run,
             hyper=hyper,
             counters={name: zero for name in COUNTERS},
-            metrics=metrics,
+            metrics={**metrics, **{name: nan for name in learned}},
             extra=extra,
         )
 
@@ -484,7 +484,7 @@ def make_ppo(
         )
         advantage = gae.advantage if config.normalize_advantage_per_mini_batch else normalize_advantage(gae.advantage, valid)
         now, target = value[:-1], gae.returns
-        found = {"fine": fine, "explained_variance": explained_variance(now, target, valid)}
+        found: dict[str, Any] = {"fine": fine, "explained_variance": explained_variance(now, target, valid)}
         if config.normalize_values:
             extra["value_stats"] = _SCALAR.update(state.extra["value_stats"], gae.returns.unsqueeze(-1), valid)
             mean, std = scale_of(extra["value_stats"], now.dtype)
@@ -494,7 +494,7 @@ def make_ppo(
         take = lambda name: cleared(counted, flat_transitions(fields[name]))
         raw_obs = take("obs")
         batch: dict[str, Any] = {
-            "obs": normalized(normalizer, state.norm_state, raw_obs),
+            "obs": normalized(normalizer, state.norm_state, raw_obs, now.dtype),
             "action": take("action"),
             "log_prob": take("sample_log_prob"),
             "advantage": flat(advantage),
@@ -505,7 +505,7 @@ def make_ppo(
         }
         raw_critic_obs = take("critic_obs") if policy.uses_separate_critic_obs else raw_obs
         if not one_input:
-            batch["critic_obs"] = normalized(critic_normalizer, critic_state(state), raw_critic_obs)
+            batch["critic_obs"] = normalized(critic_normalizer, critic_state(state), raw_critic_obs, now.dtype)
         if "critic_norm_state" in state.extra and critic_normalizer is not None:
             extra["critic_norm_state"] = critic_normalizer.update(state.extra["critic_norm_state"], raw_critic_obs, counted)
         found["norm_state"] = normalizer.update(state.norm_state, raw_obs, counted) if normalizer is not None else ()

@@ -67,9 +67,9 @@ def flat_observations(obs: PyTree, groups: Sequence[str] | None) -> Tensor:
     return flatten_observation_groups(tree.map(lambda x: x.flatten(0, 1), obs), groups).reshape(steps, rows, -1).movedim(1, 0)
 
 
-def normalized(normalizer: Normalizer | None, state: PyTree, x: Tensor) -> Tensor:
-    """``x`` as the networks see it; as it is without a normalizer."""
-    return x if normalizer is None else normalizer.apply(normalizer.prepare(state, x.dtype), x)
+def normalized(normalizer: Normalizer | None, state: PyTree, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x`` as the networks see it, in their ``dtype``; its values as they are without a normalizer."""
+    return (x if normalizer is None else normalizer.apply(normalizer.prepare(state, x.dtype), x)).to(dtype)
 
 
 def scale_of(state: NormalizerState, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -144,7 +144,7 @@ def make_recorder(
         unroll = make_host_unroll(env, policy, normalizer, record=names, clip_actions=clip_actions, mode=mode)
 
     def score(params: Params, statistics: dict[str, PyTree], env_state: PyTree, env_params: PyTree, played: Trajectory) -> dict[str, Any]:
-        steps, rows = played.reward.shape
+        (steps, rows), dtype = played.reward.shape, played.reward.dtype
 
         def by_row(x: Tensor) -> Tensor:
             return x.movedim(1, 0)
@@ -158,7 +158,7 @@ def make_recorder(
 
         obs = seen(policy.obs_groups)
         # Two dimensions, as in a minibatch: the same matrix products score the actions again there.
-        dist = policy.apply(params, normalized(normalizer, statistics["actor"], obs[:, :-1].reshape(rows * steps, -1)))
+        dist = policy.apply(params, normalized(normalizer, statistics["actor"], obs[:, :-1].reshape(rows * steps, -1), dtype))
         raw = by_row(played.raw)
         log_prob = policy.distribution.log_prob(dist, raw.reshape(rows * steps, *raw.shape[2:]))
         fields = {
@@ -180,7 +180,7 @@ def make_recorder(
                 whole["critic_obs"] = critic_obs
 
             def value(x: Tensor) -> Tensor:
-                flat = normalized(critic_normalizer, statistics["critic"], x.reshape(-1, x.shape[-1]))
+                flat = normalized(critic_normalizer, statistics["critic"], x.reshape(-1, x.shape[-1]), dtype)
                 out = policy.value(params, flat).reshape(x.shape[:-1])
                 if isinstance(statistics["value"], NormalizerState):
                     mean, std = scale_of(statistics["value"], out.dtype)

@@ -30,7 +30,7 @@ class VecState(NamedTuple):
 
     env: PyTree  # [N, ...] state of the environment
     key: Tensor  # [N, 2] int64, one for each row
-    steps: Tensor  # [N] int64, steps of the row in its life: numbers its resets
+    steps: Any  # [N] int64, steps of the row in its life: numbers its resets
     elapsed: Tensor  # [N] int64, steps of the current episode
     episode_return: Tensor  # [N] undiscounted reward of the current episode so far
 
