@@ -43,8 +43,10 @@ def save_checkpoint(path: str | Path, state: PyTree, metadata: dict[str, Any]) -
     data = save(tensors, metadata={"frl": text})
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    # Unlike a file of tempfile's, readable as far as the umask allows.
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
     try:
-        with temporary.open("xb") as file:  # unlike tempfile's, readable as far as the umask allows
+        with os.fdopen(handle, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

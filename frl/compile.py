@@ -16,6 +16,7 @@ import contextlib
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from types import CellType
 from typing import Any
 
 import torch
@@ -91,7 +92,7 @@ def is_tracked(x: Tensor) -> bool:
 
 def closes_over_history(fn: Callable, depth: int = 4) -> bool:
     """Whether ``fn`` closes over a tensor that carries history: a compiled call would lose it without a word."""
-    empty = type((lambda: fn).__closure__[0])()
+    empty = CellType()
     held: list[Any] = [cell.cell_contents for cell in getattr(fn, "__closure__", None) or () if cell != empty]
     held += [*(getattr(fn, "__defaults__", None) or ()), *(getattr(fn, "__kwdefaults__", None) or {}).values()]
     held += [getattr(fn, "func", None), *getattr(fn, "args", ()), *(getattr(fn, "keywords", None) or {}).values()]

@@ -283,8 +283,8 @@ def _manifest_entry(manifest: Path, kind: str) -> str:
     entry = files.get(kind) if isinstance(files, dict) else None
     if not entry:
         raise FileNotFoundError(f"{manifest} names no {kind} checkpoint")
-    kinds = (PurePosixPath, PureWindowsPath)  # of either system, on either
-    if not isinstance(entry, str) or any(kind(entry).anchor or ".." in kind(entry).parts for kind in kinds):
+    systems = (PurePosixPath, PureWindowsPath)  # a directory may have come from the other
+    if not isinstance(entry, str) or any(make(entry).anchor or ".." in make(entry).parts for make in systems):
         raise checkpoints.CheckpointError(f"{manifest} names the checkpoint {entry!r}, expected a path inside the run directory")
     return entry
 

@@ -160,16 +160,13 @@ def uses(path: Path) -> Iterator[str]:
             yield str(node.args[0].value)
 
 
-known_pydantic = pytest.mark.xfail(strict=True, reason="config.py takes ValidationError from pydantic; run_schema could hand it on")
-
-
 @pytest.mark.parametrize(
     ("prefixes", "owner"),
     [
         (("torch.compile", "torch._dynamo", "torch._inductor", "torch._functorch", "torch._higher_order_ops", "torch._C", "torch._subclasses"), "compile.py"),
         (("optree",), "tree.py"),
         (("torch.utils._pytree",), "tree.py"),
-        pytest.param(("pydantic",), "run_schema.py", marks=known_pydantic),
+        (("pydantic",), "run_schema.py"),
         (("ruamel",), "config.py"),
         (("safetensors",), "checkpoint.py"),
         (("tensorboard", "torch.utils.tensorboard", "wandb"), "logs.py"),
@@ -276,9 +273,7 @@ def public(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef 
 
 
 @every_file
-def test_everything_public_has_a_docstring(path: Path, request: pytest.FixtureRequest):
-    if path.name == "networks.py":
-        request.applymarker(pytest.mark.xfail(strict=True, reason="check_size has none"))
+def test_everything_public_has_a_docstring(path: Path):
     assert [node.name for node in public(parsed(path)) if not (ast.get_docstring(node) or "").strip()] == []
 
 

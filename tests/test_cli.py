@@ -186,10 +186,11 @@ def test_a_missing_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     ("override", "words"),
     [
         ("trainer.learning_env.cfg.max_episode_step=3", ["max_episode_step", "did you mean", "trainer.learning_env.cfg"]),
-        ("trainer.learning_env.name=doble_integrator", ["double_integrator"]),
-        ("algorithm.cfg.optimizer.name=adm", ["adam"]),
-        ("algorithm.cfg.optimizer.kwargs={weight_decy: 0.1}", ["weight_decay"]),
-        ("algorithm.cfg.lr_scheduler.name=cosin", ["cosine"]),
+        ("trainer.learning_env.name=doble_integrator", ["trainer.learning_env.name", "double_integrator"]),
+        ("trainer.imports=[no_such_module_of_frl]", ["trainer.imports", "no_such_module_of_frl"]),
+        ("algorithm.cfg.optimizer.name=adm", ["algorithm.cfg.optimizer", "adam"]),
+        ("algorithm.cfg.optimizer.kwargs={weight_decy: 0.1}", ["algorithm.cfg.optimizer", "weight_decay"]),
+        ("algorithm.cfg.lr_scheduler.name=cosin", ["algorithm.cfg.lr_scheduler", "cosine"]),
     ],
 )
 def test_a_wrong_name_below_the_schema(run_file: Path, capsys: pytest.CaptureFixture[str], override: str, words: list[str]):

@@ -708,7 +708,6 @@ def test_algorithm_states_have_one_shape(case: str, dtype: torch.dtype):
 
 
 @every_differentiating_algorithm
-@pytest.mark.xfail(strict=True, reason="the metrics of a fresh state lack those of episodes")
 def test_algorithm_metrics_of_a_fresh_state_have_the_same_names(case: str):
     algo = algorithm(case, "eager")
     start, state = advance(algo, algo.init(rng.key(0)), 1)
