@@ -119,7 +119,9 @@ def make_unroll(
         out = tree.map(lambda v: v.movedim(0, -1), out)
         action = out["action"]
         if clip_actions:
-            action = torch.clamp(action, _column(low, action), _column(high, action))
+            # Not torch.clamp, whose gradient at a bound differs between releases.
+            floor, ceiling = _column(low, action), _column(high, action)
+            action = torch.where(action < floor, floor, torch.where(action > ceiling, ceiling, action))
         if complete:
             # elapsed is the time of the rollout until the first done; what a row does later must not reach the gradient, not even as 0 * inf.
             action = torch.where(state.elapsed == x["t"], action, action.detach())

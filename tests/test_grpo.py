@@ -266,6 +266,18 @@ def test_the_divergence_of_the_reference_from_itself_is_zero():
         assert float(new.metrics["approx_ref_kl"]) == pytest.approx(0.0, abs=1e-12)
 
 
+def test_the_reference_keeps_the_statistics_of_its_time():
+    algo = algorithm(normalize=True, learning_rate=0.0)
+    state = algo.init(key(0))
+    state, rollout = algo.collect(algo.update(*algo.collect(state)))
+    new = algo.update(state, rollout)
+    normalizer, (_, mask) = running_normalizer(2), plain_advantages(opened(rollout), 0.99, G, True)
+    obs, reference = steps(rollout["obs"]), state.extra["reference"]
+    now, then = (POLICY.apply(state.params, normalizer.apply(stats, obs)) for stats in (state.norm_state, reference["norm_state"]))
+    assert float(new.metrics["approx_ref_kl"]) == pytest.approx(float(POLICY.distribution.kl(now, then)[mask].mean()), rel=1e-9)
+    assert float(new.metrics["approx_ref_kl"]) > 1e-6
+
+
 # -- states, skips, graphs -------------------------------------------------------------------------------------------------------------------------------
 
 
@@ -308,7 +320,11 @@ def test_a_state_repeats_its_bits_and_its_shape():
     assert set(new.metrics) == set(state.metrics)
     tree.check_same(new._replace(metrics={}), state._replace(metrics={}), "state")
     assert int(new.counters["env_steps"]) == N * T
-    assert int(new.metrics["episodes"]) <= N  # the first of each row
+    long = algorithm(buffer_size=12)
+    played = long.update(*long.collect(long.init(key(0))))
+    assert int(played.metrics["episodes"]) == N  # the first of each row
+    every = algorithm(buffer_size=12, truncate_at_first_done=False)
+    assert int(every.update(*every.collect(every.init(key(0)))).metrics["episodes"]) > N
 
 
 def test_a_nan_reward_skips_the_update_and_training_goes_on():

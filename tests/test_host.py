@@ -21,7 +21,7 @@ from frl import rng, tree
 from frl.advantages import compute_gae
 from frl.algorithms.apg import make_apg
 from frl.algorithms.episodes import init as empty_window
-from frl.algorithms.episodes import track
+from frl.algorithms.episodes import episode_metrics, track
 from frl.envs.cartpole import CartPoleState, cartpole
 from frl.envs.host import FIELDS, HostEnv, gymnasium_env, host_rollout, make_host_unroll
 from frl.envs.pendulum import PendulumState, pendulum
@@ -650,7 +650,8 @@ def test_finished_episodes_enter_the_window_once():
         env = scripted(mode, rows=2)
         policy, params = policy_for(env)
         got = host_rollout(env, policy, params, key=rng.key(0), num_steps=6)
-        _, metrics = track(empty_window(torch.float32, torch.device("cpu")), got, complete=False)
+        window, sums = track(empty_window(torch.float32, torch.device("cpu")), got, complete=False)
+        metrics = episode_metrics(window, sums)
         assert int(metrics["episodes"]) == 2 * episodes
         assert float(metrics["episode_reward_avg_100"]) == float(metrics["episode_length_avg_100"]) == 2
 

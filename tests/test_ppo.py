@@ -17,8 +17,9 @@ from torch.distributions import Independent, Normal, kl_divergence
 from frl import compile as compiler
 from frl import rng, tree
 from frl.actor_critic import actor_critic
+from frl.advantages import compute_gae
 from frl.algorithms.minibatch import minibatch_indices, transition_view
-from frl.algorithms.ppo import PpoConfig, make_ppo
+from frl.algorithms.ppo import PpoConfig, make_ppo, minibatch_step
 from frl.algorithms.registry import build_algo
 from frl.envs.cartpole import cartpole
 from frl.envs.env import Env, EnvSpec
@@ -145,6 +146,15 @@ def test_a_rollout_holds_what_was_played_and_its_scores(distribution):
 
 
 FIRST: list[dict[str, Any]] = [{}, {"std": 5.0, "clip_actions_to_space": True}, {"distribution": "tanh_normal", "std": 3.0}, {"n": 1, "num_mini_batches": 1}]
+
+
+def test_every_cut_of_a_row_has_the_value_of_its_own_final_observation():
+    vec = build_learning_env("probe_final_observation", num_envs=3)
+    pol = actor_critic(1, vec.single_action_space, actor=mlp(1, 2, []), critic=mlp(1, 1, []))
+    algo = make_ppo(vec, pol, adam(), PpoConfig(buffer_size=5, num_mini_batches=1, compile_mode="eager"))
+    state, rollout = algo.collect(algo.init(key(0)))
+    assert bool(steps(rollout["truncated"]).all())
+    torch.testing.assert_close(steps(rollout["final_value"]), pol.value(state.params, 1 - steps(rollout["obs"])))
 
 
 @pytest.mark.parametrize("config", FIRST)
@@ -336,9 +346,20 @@ def test_the_adaptive_rate_follows_the_kl_within_its_bounds(start, desired, dire
         assert rate == pytest.approx(2e-3 if direction < 0 else 0.06)
     low, high = float(state.hyper["minimum_learning_rate"]), float(state.hyper["maximum_learning_rate"])
     assert low <= rate <= high
-    # The first minibatch has nothing to adapt to: one step leaves the rate.
-    single = algorithm(schedule="adaptive", desired_kl=desired, learning_rate=start, n_epochs=1, num_mini_batches=1)
-    assert float(single.update(*begin(single)).hyper["optimizer.learning_rate"]) == start
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_the_kl_before_the_first_step_is_rounding_and_decides_nothing(first):
+    number = lambda x: torch.tensor(x, dtype=F64)
+    step = minibatch_step(lambda p, mini, hyper: (p.sum(), {"loss": p.sum(), "kl": number(1.0)}), sgd(), adaptive=True, early_stop=True)
+    hyper = {"desired_kl": 1e-3, "minimum_learning_rate": 1e-5, "maximum_learning_rate": 1.0, "early_stop_kl": 0.1, "max_grad_norm": math.inf}
+    consts = {"batch": {"valid": torch.ones(2, dtype=torch.bool)}, "hyper": {name: number(x) for name, x in hyper.items()}}
+    flag = torch.tensor(True)
+    carry = {"params": torch.ones(3, dtype=F64), "opt_state": sgd().init(torch.ones(3, dtype=F64)), "rate": number(0.3), "ok": flag, "stopped": ~flag}
+    new, metrics = step(consts, carry, {"index": torch.tensor([0, 1]), "mask": torch.tensor([True, True]), "first": torch.tensor(first)})
+    assert (bool(new["stopped"]), bool(metrics["stepped"]), bool(new["ok"])) == (not first, first, True)
+    assert float(new["rate"]) == 0.3
+    assert torch.equal(new["params"], torch.full((3,), 0.7 if first else 1.0, dtype=F64))
 
 
 def test_an_adaptive_rate_goes_on_from_the_state():
@@ -426,12 +447,14 @@ def test_a_state_that_is_not_finite_leaves_out_its_step_alone():
 def test_a_minibatch_that_is_not_finite_skips_the_whole_update(field):
     algo = algorithm(normalize=True, n_epochs=1)
     state, rollout = begin(algo)
-    x = rollout[field].clone()
-    x[2, 3] = math.nan
-    new = algo.update(state, changed(rollout, **{field: x}))
-    for name in KEPT:
-        assert_trees_equal(getattr(new, name), getattr(state, name))
-    assert int(new.counters["skipped_updates"]) == 1
+    # Whichever of the minibatches it is, the first or the last.
+    for t in range(T):
+        x = rollout[field].clone()
+        x[2, t] = math.nan
+        new = algo.update(state, changed(rollout, **{field: x}))
+        for name in KEPT:
+            assert_trees_equal(getattr(new, name), getattr(state, name))
+        assert int(new.counters["skipped_updates"]) == 1
 
 
 # -- statistics ------------------------------------------------------------------------------------------------------------------------------------------
@@ -469,6 +492,22 @@ def test_a_normalized_critic_values_in_units_of_the_return():
     expected = policy(initial_action_std=1.0, distribution="normal").value(new.params, rollout["obs"]) * std + mean
     torch.testing.assert_close(rollout["value"], expected)
     assert float(new.metrics["value_loss"]) < 5  # of targets with variance 1
+
+
+def test_the_values_clip_is_in_those_units_too():
+    algo = algorithm(normalize_values=True, use_clipped_value_loss=True, clip_coef=0.01, n_epochs=1, num_mini_batches=1, learning_rate=0.0)
+    state = algo.init(key(0))
+    moved, rollout = algo.collect(state)
+    new = algo.update(moved, rollout)
+    mean, std = new.extra["value_stats"].mean[0], torch.sqrt(variance(new.extra["value_stats"])[0])
+    # The first values were recorded in units of 1: the critic's own numbers.
+    value = steps(rollout["value"])
+    f = {name: steps(x).movedim(0, 1) for name, x in opened(rollout).items() if name != "metrics"}
+    options = {"gamma": 0.99, "gae_lambda": 0.95, "final_value": f["final_value"]}
+    returns = compute_gae(f["reward"], rollout["value"].movedim(0, 1), f["terminated"], f["truncated"], **options).returns.movedim(0, 1)
+    target, old = (returns - mean) / std, (value - mean) / std
+    near = old + (value - old).clamp(-0.01, 0.01)
+    assert float(new.metrics["value_loss"]) == pytest.approx(float(torch.maximum((value - target) ** 2, (near - target) ** 2).mean()))
 
 
 class GroupState(NamedTuple):
