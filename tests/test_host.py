@@ -20,8 +20,8 @@ from torch import Tensor
 from frl import rng, tree
 from frl.advantages import compute_gae
 from frl.algorithms.apg import make_apg
-from frl.algorithms.episodes import init as empty_window
 from frl.algorithms.episodes import episode_metrics, track
+from frl.algorithms.episodes import init as empty_window
 from frl.envs.cartpole import CartPoleState, cartpole
 from frl.envs.host import FIELDS, HostEnv, gymnasium_env, host_rollout, make_host_unroll
 from frl.envs.pendulum import PendulumState, pendulum

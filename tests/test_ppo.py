@@ -585,6 +585,19 @@ def test_minibatches_of_one_and_remainders_are_finite(n, length, options, by_min
     assert all(bool(torch.isfinite(x).all()) for x in tree.floating((new.params, new.opt_state)))
 
 
+@pytest.mark.parametrize("mode", [CAPTURED, "eager"])
+def test_nothing_is_read_back_to_the_host(mode, monkeypatch):
+    options = {"normalize": True, "early_stop_kl": 1.0} if mode == "eager" else CAPTURES["adaptive"]
+    algo = algorithm(compile_mode=mode, **options)
+    state = algo.update(*algo.collect(algo.init(key(0))))
+    calls = []
+    for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__"):
+        monkeypatch.setattr(Tensor, name, lambda self, *args, name=name: calls.append(name))
+    collected, rollout = algo.collect(state)
+    algo.update(collected, rollout)
+    assert calls == []
+
+
 # -- probes ----------------------------------------------------------------------------------------------------------------------------------------------
 
 GAMMA = 0.5

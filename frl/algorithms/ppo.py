@@ -36,7 +36,7 @@ from frl.normalizers import running_normalizer
 from frl.numerics import masked_mean
 from frl.optim import apply_updates, global_norm
 from frl.optim.transform import clip_global_norm
-from frl.returns import discounted_suffix_sums
+from frl.returns import alive_mask, discounted_suffix_sums
 from frl.scan import scan
 from frl.types import Algorithm, Hyper, Metrics, Normalizer, Optimizer, Params, PyTree, TrainState, Trajectory
 
@@ -231,14 +231,12 @@ def plan_minibatches(key: Tensor, count: int, epochs: int, parts: int) -> dict[s
 def mean_metrics(per_step: dict[str, Tensor]) -> Metrics:
     """Means over the minibatches that were looked at, each weighted by its samples; NaN where none was."""
     weight = per_step["weight"]
-    looked = weight > 0
-    out = {}
-    for name, x in per_step.items():
-        if name not in ("weight", "stepped"):
-            share = weight.to(x.dtype)
-            mean = torch.where(looked, x * share, 0).sum() / share.sum()
-            out[name] = mean
-    return out
+
+    def mean(x: Tensor) -> Tensor:
+        share = weight.to(x.dtype)
+        return torch.where(weight > 0, x * share, 0).sum() / share.sum()
+
+    return {name: mean(x) for name, x in per_step.items() if name not in ("weight", "stepped")}
 
 
 def finish_update(
@@ -296,7 +294,6 @@ def _trajectory(fields: dict[str, Any], complete: bool) -> Trajectory:
     """What the statistics of episodes need, time first."""
     steps = lambda x: x[:, :-1].movedim(0, 1)
     done = steps(fields["terminated"] | fields["truncated"])
-    alive = ~(torch.cumsum(done, 0) - done.to(torch.int64)).to(torch.bool) if complete else ()
     return Trajectory(
         obs=(),
         final_obs=(),
@@ -307,7 +304,7 @@ def _trajectory(fields: dict[str, Any], complete: bool) -> Trajectory:
         reward=steps(fields["reward"]),
         terminated=steps(fields["terminated"]),
         truncated=steps(fields["truncated"]),
-        alive=alive,  # pyright: ignore[reportArgumentType]
+        alive=alive_mask(done) if complete else (),  # pyright: ignore[reportArgumentType]
         metrics=tree.map(steps, fields.get("metrics", {})),
         initial_obs=(),
     )
