@@ -37,6 +37,7 @@ _ROOMS: dict[str, tuple[str, ...]] = {
     "frl.distributions": ("Distribution", "diagonal_normal", "tanh_normal"),
     "frl.envs.check": ("check_env",),
     "frl.envs.env": ("Env", "EnvSpec"),
+    "frl.envs.host": ("HostEnv", "gymnasium_env", "host_rollout", "make_host_unroll"),
     "frl.envs.registry": ("build_learning_env", "get_registered_learning_env_names", "register_learning_env"),
     "frl.envs.schedule": ("DifferentiableRolloutSpec", "stratified_rollout_value"),
     "frl.envs.vector": ("VecEnv", "VecState", "make_vec_env"),
@@ -54,6 +55,14 @@ _ROOMS: dict[str, tuple[str, ...]] = {
     "frl.losses": ("adaptive_learning_rate", "apg_loss", "approx_kl", "clipped_surrogate_loss", "gaussian_kl", "grpo_loss", "k3", "ppo_loss", "value_loss"),
     "frl.networks": ("Network", "build_mlp_from_cfg", "mlp", "module_network"),
     "frl.normalizers": ("empirical_normalizer", "running_normalizer", "running_observation_normalizer"),
+    "frl.observations": (
+        "convert_policy_action_for_env",
+        "dict_to_tensordict",
+        "flatten_dict_observation",
+        "flatten_observation_groups",
+        "infer_policy_action",
+        "prepare_policy_observation",
+    ),
     "frl.optim": (
         "LRSchedulerCfg",
         "OptimizerCfg",
