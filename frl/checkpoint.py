@@ -97,7 +97,8 @@ def restore(tensors: dict[str, Tensor], like: PyTree, *, what: str = "checkpoint
     except ValueError as error:
         raise CheckpointError(str(error)) from error
     structure = tree.structure(like)
-    return tree.unflatten(structure, [tensors[name].to(device=x.device) if isinstance(x, Tensor) else x for name, x in tree.items(like)])
+    # Into memory of the same layout and alignment as what was saved had: matrix products round by both, and a resumed run repeats every bit.
+    return tree.unflatten(structure, [torch.empty_like(x).copy_(tensors[name]) if isinstance(x, Tensor) else x for name, x in tree.items(like)])
 
 
 def device_of(like: PyTree) -> torch.device:

@@ -441,8 +441,11 @@ class PPOCfg(AlgorithmCfg):
     desired_kl: Annotated[float | None, _number(0, open_low=True, none=True)] = None
     minimum_learning_rate: Annotated[float, _number(0, open_low=True)] = 1e-5
     maximum_learning_rate: Annotated[float, _number(0, open_low=True)] = 1e-2
+    early_stop_kl: Annotated[float | None, _number(0, open_low=True, none=True)] = None
     num_mini_batches: Annotated[int | None, _integer(1, none=True)] = None
     normalize_advantage_per_mini_batch: Switch = False
+    normalize_rewards: Switch = False
+    normalize_values: Switch = False
     truncation_bootstrap: Annotated[str, _word("final_obs", "pre_step")] = "final_obs"
 
 

@@ -311,6 +311,15 @@ def test_a_state_repeats_its_bits_and_is_left_alone():
     tree.check_same(first._replace(metrics={}), state._replace(metrics={}), "state")
 
 
+def test_an_update_stays_on_its_device(device):
+    vec, pol = make_vec_env(cartpole(), 4, device), actor_critic(4, spaces.Discrete(2), actor=NET, critic=NET)
+    algo = make_ppo(vec, pol, adam(), PpoConfig(buffer_size=4, n_epochs=1, compile_mode="eager"))
+    state, rollout = algo.collect(algo.init(key(0)))
+    new = algo.update(state, rollout)
+    assert {x.device.type for x in tree.leaves((new, opened(rollout)))} == {device.type}
+    assert {x.dtype for x in tree.floating((new.params, new.hyper, new.metrics))} == {torch.float32}
+
+
 def test_hyper_parameters_are_read_from_the_state():
     algo = algorithm()
     state, rollout = begin(algo)
