@@ -1,11 +1,11 @@
 """The one seam for compilation: everything else is plain functions that also run eagerly.
 
-Two things are offered. ``jit(fn)`` compiles a pure function of pytrees for use outside differentiation. ``make_kernel`` compiles one differentiable step as a
+Two things are offered. ``jit(fn)`` compiles a pure function of pytrees for use outside differentiation. ``Kernel`` compiles one differentiable step as a
 pair of raw callables, forward (outputs and saved values) and backward (saved values and cotangents), so that a time loop can call them without
 guards, dispatch or an autograd engine per step; ``frl.scan`` is built on it.
 
 Modes: ``"inductor"`` (the compiler behind ``torch.compile``: AOTAutograd, then Inductor), ``"aot_eager"`` (the same capture and partition, run without
-Inductor: fast to compile, for tests), ``"dynamo"`` (``torch.compile`` itself, differentiated by the autograd engine: the fallback that uses public
+Inductor: fast to compile, for tests), ``"dynamo"`` (``torch.compile`` itself, differentiated by the autograd engine: slower, through public
 interfaces only) and ``"eager"`` (no capture: the oracle). Where the C++ tool chain is missing or a torch release has moved the interfaces, one warning
 is given and the function runs eagerly.
 """

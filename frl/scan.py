@@ -5,7 +5,8 @@ operation of every step. Inside it, a compiled step runs T times forward and its
 dispatch through transforms, no autograd engine. One step is compiled, so any number of steps runs without a new compilation.
 
 Memory: ``"save"`` keeps what the backward of each step needs, O(T). ``"recompute"`` keeps the carry at about sqrt(T) boundaries and runs each stretch
-forward again before going back through it, O(sqrt(T)), with the same two compiled callables.
+forward again before going back through it, O(sqrt(T)) beside the O(T) of ``xs`` and ``ys``, with the same two
+compiled callables.
 
 Transforms: ``grad``, ``vjp`` (its pullback any number of times), ``jacrev``, ``vmap`` (the mapped step is compiled) and their nestings; a second
 derivative falls back to an eager loop; forward mode is refused. Under ``torch.compile`` the loop is an ordinary Python loop that the tracer unrolls.

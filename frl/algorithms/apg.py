@@ -189,7 +189,8 @@ def make_apg(
         policy: a policy with reparameterised actions (:func:`frl.actor_only`).
         optimizer: :func:`frl.optim.build_optimizer` or any ``Optimizer``.
         config: see :class:`ApgConfig`.
-        normalizer: observation normalizer, frozen during an update and updated after it.
+        normalizer: observation normalizer, frozen during an update and updated after it: from every row and step in segmented mode, from each row's first
+            episode in complete mode.
         schedule: ``(base rate, successful updates so far) -> rate``; constant when ``None``.
         learning_rate: start value of ``state.hyper["optimizer.learning_rate"]``.
         unroll: your own rollout function instead of the one made from env and policy. Adjoint limits are then yours to apply (:func:`frl.clip_adjoint`).

@@ -208,7 +208,6 @@ def make_vec_env(env: Env, num_envs: int, device: torch.device | str = "cpu") ->
     """Lift an environment of one row to ``num_envs`` rows.
 
     Raises:
-        ValueError: for a bad ``num_envs``, or an environment that uses a reserved metric name.
+        ValueError: for a bad ``num_envs``. An environment that uses a reserved metric name is refused at its first step.
     """
-    vec = VecEnv(env=env, num_envs=num_envs, device=torch.device(device))
-    return vec
+    return VecEnv(env=env, num_envs=num_envs, device=torch.device(device))
