@@ -95,7 +95,8 @@ _ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "frl.returns": ("alive_mask", "complete_discounted_return", "discounts", "segmented_discounted_return"),
     "frl.rollout": ("flatten_observation", "make_unroll"),
-    "frl.run": ("build_run", "train_from_config"),
+    "frl.build": ("build_run",),
+    "frl.run": ("train_from_config",),
     "frl.train": ("LoopConfig", "LoopState"),
 }
 _HOME = {name: room for room, names in _ROOMS.items() for name in names}

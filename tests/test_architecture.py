@@ -29,8 +29,10 @@ LAYERS = (
     ("envs", "policies", "policy_registry", "actor_critic", "normalizers"),
     ("losses", "returns", "advantages", "gradients", "rollout", "optim"),
     ("algorithms", "population"),
-    ("train", "evaluate", "checkpoint", "logs", "plots"),
+    ("train", "evaluate", "checkpoint", "logs", "plots", "render"),
     ("run_schema", "config"),
+    ("build", "run_directory"),
+    ("resume", "load"),
     ("run",),
     ("cli",),
     ("__init__", "__main__"),
@@ -38,7 +40,7 @@ LAYERS = (
 RANK = {room: rank for rank, rooms in enumerate(LAYERS) for room in rooms}
 CORE = RANK["algorithms"]
 # Doors to the outside, by name.
-IMPURE = ("envs/host.py", "envs/render.py", "envs/mujoco/")
+IMPURE = ("envs/host.py", "envs/mujoco/")
 HEAVY = ("rich", "matplotlib", "tensorboard", "wandb", "pydantic", "ruamel", "safetensors")
 
 FILES = sorted(PACKAGE.rglob("*.py"))

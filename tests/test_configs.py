@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 import frl
+from frl.build import build_run
 from frl.config import dump_run_config, load_run_config, parse_run_config
-from frl.run import build_run, train_from_config
+from frl.run import train_from_config
 
 FOLDER = Path(frl.__file__).parents[1] / "configs"
 FILES = sorted(path for path in FOLDER.rglob("*") if path.suffix in (".yaml", ".yml", ".json"))

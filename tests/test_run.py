@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from frl import run as runs
+from frl.build import build_run
 from frl.checkpoint import CheckpointError, read_checkpoint, save_checkpoint
 from frl.config import ConfigError, RunConfig, load_run_config, parse_run_config, write_yaml
 from frl.envs.double_integrator import double_integrator
 from frl.envs.env import Env
 from frl.envs.registry import register_learning_env
-from frl.run import MANIFEST, RunDirectory, build_run, resolve_resume, train_from_config
+from frl.run import train_from_config
+from frl.run_directory import MANIFEST, RunDirectory, resolve_resume
 from frl.types import Outcome
 
 HORIZON, ROWS = 4, 2

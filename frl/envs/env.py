@@ -13,6 +13,7 @@ from typing import Any
 from gymnasium import spaces
 from torch import Tensor
 
+from frl.envs.scene import Scene
 from frl.types import Outcome, PyTree
 
 
@@ -50,7 +51,7 @@ class Env:
         step: ``step(env_state, action [A], env_params) -> (env_state, Outcome)``; no in-place change of the arguments.
         prepare_differentiable_rollout: optional ``rollout_index -> (DifferentiableRolloutSpec, env_params)``, a pure function that chooses
             the difficulty, the horizon and the objective scale of a complete rollout.
-        render: optional hook for a picture of one state.
+        scene: optional ``scene(env_state, env_params) -> Scene`` of one row (:mod:`frl.envs.scene`), for pictures.
     """
 
     spec: EnvSpec
@@ -61,4 +62,4 @@ class Env:
     observe: Callable[[PyTree, PyTree], PyTree]
     step: Callable[[PyTree, Tensor, PyTree], tuple[PyTree, Outcome]]
     prepare_differentiable_rollout: Callable[[int], Any] | None = None
-    render: Callable[..., Any] | None = field(default=None, repr=False)
+    scene: Callable[[PyTree, PyTree], Scene] | None = field(default=None, repr=False)
