@@ -22,6 +22,7 @@ _LOOP_FIELDS = ("global_step", "num_updates", "best_eval_value", "best_global_st
 
 
 def loop_json(loop: LoopState) -> dict[str, Any]:
+    """What a checkpoint keeps of the loop, as JSON values."""
     return {name: getattr(loop, name) for name in _LOOP_FIELDS}
 
 
@@ -38,6 +39,7 @@ class SavedRun:
 
     @classmethod
     def read(cls, path: Path) -> SavedRun:
+        """Read a checkpoint file; :class:`CheckpointError` when it is none, or none of a run."""
         tensors, metadata = checkpoints.read_checkpoint(path)
         parts = {name: metadata.get(name) for name in ("loop", "config", "schedule", "environment")}
         missing = [name for name, part in parts.items() if not isinstance(part, dict)]
@@ -113,6 +115,7 @@ def _changes(before: Any, now: Any, path: str = "") -> Iterator[tuple[str, Any, 
 
 
 def resume_state(saved: SavedRun, like: TrainState, config: RunConfig, environment: Mapping[str, Any], restart: bool) -> tuple[TrainState, LoopState]:
+    """The state and loop of a checkpoint, with the settings that the run file has now; differences are reported."""
     now = json.loads(json.dumps(dump_run_config(config)))
     changes = {path: (old, new) for path, old, new in _changes(saved.config, now) if path.removeprefix("trainer.") not in _FREE_TRAINER_KEYS}
     tensors = saved.tensors

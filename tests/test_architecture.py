@@ -183,7 +183,7 @@ def test_one_module_alone_knows(prefixes: tuple[str, ...], owner: str):
         for name in uses(path)
         if any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)
     }
-    allowed = {owner, "envs/render.py"} if owner == "plots.py" else {owner}
+    allowed = {owner, "render.py"} if owner == "plots.py" else {owner}
     assert users <= allowed
 
 
