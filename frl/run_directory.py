@@ -38,11 +38,13 @@ class RunDirectory:
         return cls(path, name)
 
     def checkpoint(self, kind: str, step: int) -> Path:
+        """The file of a checkpoint: ``kind`` is ``"best"``, ``"periodic"`` or ``"last"``, ``step`` the environment steps."""
         infix = "best_step" if kind == "best" else "step"
         return self.path / "checkpoints" / f"{self.name}_{infix}_{step}.safetensors"
 
 
 def write_json(path: Path, value: Any) -> None:
+    """Replace a JSON file as a whole; numbers that are not finite become ``null``."""
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(json.dumps(_json(value), indent=2) + "\n", encoding="utf-8")
     os.replace(temporary, path)
@@ -59,6 +61,7 @@ def _json(value: Any) -> Any:
 
 
 def environment_record(device: torch.device, compile_mode: str) -> dict[str, Any]:
+    """Device, versions and threads, which decide whether a resumed run has the same bits."""
     return {
         "device": f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device),
         "compile_mode": compile_mode,
