@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch._C import _functorch as functorch  # pyright: ignore[reportAttributeAccessIssue]
 
-from frl import tree
+from frl import native, tree
 
 MODES = ("inductor", "aot_eager", "dynamo", "eager")
 
@@ -261,7 +261,8 @@ class _Timer:
         _graphs += 1
 
 
-def _inductor(graph: Any, examples: Sequence[Tensor], *, backward: bool = False, inference: bool = False) -> Callable[[list], Sequence]:
+def _generate(graph: Any, examples: Sequence[Tensor], *, backward: bool = False, inference: bool = False, threads: int | None = None) -> Callable[[list], Sequence]:
+    """The function that Inductor writes for a graph, its CPU kernels still being source."""
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
 
@@ -272,9 +273,18 @@ def _inductor(graph: Any, examples: Sequence[Tensor], *, backward: bool = False,
         # Inductor builds and loads a test program for every vector instruction set it considers, seven seconds in all; the processor's own list is
         # believed first.
         options["cpp.vec_isa_ok"] = True
-    with config.patch(options), torch.no_grad():
+    if threads is not None:
+        options["cpp.threads"] = threads
+    with config.patch(options), native.deferring_kernels(), torch.no_grad():
         code = compile_fx_inner(graph, examples, is_backward=backward, is_inference=inference)
     return getattr(code, "current_callable", None) or code
+
+
+def _inductor(graph: Any, examples: Sequence[Tensor], **options: Any) -> Callable[[list], Sequence]:
+    call = _generate(graph, examples, **options)
+    if hasattr(call, "__globals__"):
+        native.compile_kernels(call)
+    return call
 
 
 def _boxed(graph: Any) -> Callable[[list], Sequence]:
@@ -284,11 +294,14 @@ def _boxed(graph: Any) -> Callable[[list], Sequence]:
     return call
 
 
-def _fake(tensors: Sequence[Tensor]) -> list[Tensor]:
+def _fake(tensors: Sequence[Tensor], device: str | None = None) -> list[Tensor]:
     """Shapes without data. A tensor that the function closes over is no argument: it becomes a constant of the graph."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+    if device is not None:
+        with mode:
+            return [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device) for x in tensors]
     return [mode.from_tensor(x.detach()) for x in tensors]
 
 
@@ -337,6 +350,7 @@ class Kernel:
 
     Attributes:
         out_needs: for each output whether it depends differentiably on an input that needs a gradient; ``backward`` takes cotangents for these only.
+        present: for each input that needs a gradient whether the captured backward gives one; it is zero otherwise.
     """
 
     def __init__(self, fn: Callable[[list[Tensor]], Sequence[Tensor]], examples: Sequence[Tensor], needs: Sequence[bool], mode: str) -> None:
@@ -353,7 +367,7 @@ class Kernel:
         self._backward_graph: Any = None
         self._n_out = len(self.out_needs)
         self._name = getattr(fn, "__name__", "a step")
-        self._present: list[bool] = []
+        self.present: list[bool] = []
 
     # -- inference -----------------------------------------------------------------------------------------------------------------------------
     def infer(self, inputs: list[Tensor]) -> Sequence[Tensor]:
@@ -374,17 +388,52 @@ class Kernel:
             return _fresh(self.fn(list(inputs)), inputs)
 
     def _capture_infer(self) -> Callable[[list], Sequence]:
+        graph = self._graph()
+        if self.mode == "aot_eager":
+            return _boxed(graph)
+        return _inductor(graph, _fake(self.examples), inference=True)
+
+    def _graph(self) -> Any:
         from torch._functorch.aot_autograd import aot_export_joint_simple
 
         def flat(*args: Tensor) -> list[Tensor]:
             return _fresh(self.fn(list(args)), args)
 
-        graph: Any = aot_export_joint_simple(
+        return aot_export_joint_simple(
             flat, tuple(_fake(self.examples)), trace_joint=False, decompositions=_decompositions() if self.mode == "inductor" else None
         )
-        if self.mode == "aot_eager":
-            return _boxed(graph)
-        return _inductor(graph, _fake(self.examples), inference=True)
+
+    # -- a native loop -------------------------------------------------------------------------------------------------------------------------
+    def loop(self, counts: tuple[int, int, int, int], *, differentiable: bool, shards: int) -> native.Loop | None:
+        """The function as a native loop over time, or ``None`` where that is not possible.
+
+        Args:
+            counts: numbers of params, carry, x and y among the inputs and outputs.
+            differentiable: with a backward pass.
+            shards: number of threads that will run loops side by side; each then uses one thread.
+        """
+        if self.mode != "inductor" or _broken or any(x.device.type != "cpu" for x in self.examples) or (differentiable and not any(self.out_needs)):
+            return None
+        threads = 1 if shards > 1 else None
+
+        def make() -> native.Loop | None:
+            try:
+                if not differentiable:
+                    call = _generate(self._graph(), _fake(self.examples), inference=True, threads=threads)
+                    return native.Loop(native.trace(call, self.examples), counts).load()
+                forward, backward = self._joint()
+                program = native.trace(_generate(forward, _fake(self.examples), threads=threads), self.examples)
+                loop = native.Loop(program, counts)
+                saved = [torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device="meta") for x in program.outputs[self._n_out :]]
+                given = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x, need in zip(program.outputs, self.out_needs, strict=False) if need]
+                examples = _fake([*saved, *given], "cpu")
+                loop.add_backward(native.trace(_generate(backward, examples, backward=True, threads=threads), examples), self.needs, self.out_needs, self.present)
+                return loop.load()
+            except native.Unsupported:
+                import traceback; traceback.print_exc()
+                return None
+
+        return _attempt(make, self._name)
 
     def _torch_compile(self) -> Callable:
         if self._dynamo is None:
@@ -420,12 +469,12 @@ class Kernel:
         if self._backward is None:
             self._backward = _attempt(lambda: self._compile_backward([*saved, *cotangents]), f"the backward of {self._name}") or _boxed(self._backward_graph)
         grads = self._backward([*saved, *cotangents])
-        if all(self._present):
+        if all(self.present):
             return grads
         # An input that is never read has no gradient in the graph; its gradient is zero.
         wanted = [x for x, need in zip(self.examples, self.needs, strict=True) if need]
         values = iter(grads)
-        return [next(values) if present else torch.zeros_like(x) for x, present in zip(wanted, self._present, strict=True)]
+        return [next(values) if present else torch.zeros_like(x) for x, present in zip(wanted, self.present, strict=True)]
 
     def _make_differentiable(self) -> None:
         if self.mode in ("eager", "dynamo") or _broken:
@@ -435,6 +484,14 @@ class Kernel:
         self._forward, self._backward_graph = compiled or (_boxed(None), None)
 
     def _capture_joint(self) -> tuple[Callable[[list], Sequence], Any]:
+        forward, backward = self._joint()
+        if self.mode == "aot_eager":
+            self._backward = _boxed(backward)
+            return _boxed(forward), backward
+        return _inductor(forward, _fake(self.examples)), backward
+
+    def _joint(self) -> tuple[Any, Any]:
+        """Graphs of the forward (outputs, saved values) and the backward (saved values, cotangents -> gradients that are there)."""
         from torch._functorch.aot_autograd import aot_export_joint_simple
         from torch._functorch.partitioners import min_cut_rematerialization_partition
 
@@ -447,10 +504,7 @@ class Kernel:
             joint: Any = aot_export_joint_simple(flat, examples, trace_joint=True, decompositions=_decompositions() if self.mode == "inductor" else None)
         forward, backward = min_cut_rematerialization_partition(joint, None, num_fwd_outputs=self._n_out)
         self._align(forward, backward)
-        if self.mode == "aot_eager":
-            self._backward = _boxed(backward)
-            return _boxed(forward), backward
-        return _inductor(forward, _fake(self.examples)), backward
+        return forward, backward
 
     def _align(self, forward: Any, backward: Any) -> None:
         """Order the forward's saved outputs as the backward's placeholders (saved values by name, then cotangents)."""
@@ -466,7 +520,7 @@ class Kernel:
         forward.recompile()
         results = list(next(iter(reversed(backward.graph.nodes))).args[0])
         wanted = [node for node, need in zip(results, self.needs, strict=True) if need]
-        self._present = [node is not None for node in wanted]
+        self.present = [node is not None for node in wanted]
         end = backward.graph.output_node()
         kept = []
         for node in wanted:

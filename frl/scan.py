@@ -26,6 +26,7 @@ from torch.autograd import Function
 
 from frl import compile as compiler
 from frl import tree
+from frl.native import Loop
 from frl.packing import Packing
 
 Carry = TypeVar("Carry")
@@ -160,6 +161,16 @@ class _Plan:
 
         packed.__name__ = getattr(flat, "__name__", "step")
         self.kernel = compiler.Kernel(packed, self.examples, self.needs, mode)
+        self.packs = out[n_carry:] and [x[0] for x in self.pack.join_stacked([y.detach().unsqueeze(0) for y in out[n_carry:]])]
+        self._loops: dict[tuple[bool, int], Loop | None] = {}
+
+    def loop(self, differentiable: bool, shards: int = 1) -> Loop | None:
+        """The step as a native loop, where that is possible."""
+        key = (differentiable, shards)
+        if key not in self._loops:
+            counts = (*self.counts[:3], len(self.pack.groups))
+            self._loops[key] = self.kernel.loop(counts, differentiable=differentiable, shards=shards)
+        return self._loops[key]
 
     @property
     def differentiable(self) -> bool:
@@ -187,6 +198,8 @@ class _Plan:
     def run(self, leaves: Sequence[Tensor]) -> list[Tensor]:
         """Forward without a graph: last carry leaves, then stacked y leaves."""
         params, carry, xs = self.split([x.contiguous() for x in leaves])
+        if (loop := self.loop(False)) is not None:
+            return NativeRun(self, loop, params, [(carry, xs)]).forward()[0]
         rows = list(zip(*[x.unbind(0) for x in xs], strict=True))
         n_carry = self.counts[1]
         ys = []
@@ -196,10 +209,13 @@ class _Plan:
             ys.append(out[n_carry:])
         return [*carry, *self.pack.split_stacked([torch.stack(y) for y in zip(*ys, strict=True)])]
 
-    def run_saving(self, leaves: Sequence[Tensor]) -> tuple[list[Tensor], _Residual]:
+    def run_saving(self, leaves: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
         if not self.differentiable:
             return self.run(leaves), _Residual([], [], [], [], 1)
         params, carry, xs = self.split([x.contiguous() for x in leaves])
+        if (loop := self.loop(True)) is not None:
+            run = NativeRun(self, loop, params, [(carry, xs)])
+            return run.forward()[0], run
         rows = list(zip(*[x.unbind(0) for x in xs], strict=True))
         n_carry, keep = self.counts[1], self.memory == "save"
         stride = 1 if keep else max(1, math.isqrt(len(rows)))
@@ -219,8 +235,11 @@ class _Plan:
         outputs = [*(c.clone() for c in carry), *self.pack.split_stacked([torch.stack(y) for y in zip(*ys, strict=True)])]
         return outputs, _Residual(params, rows, saved, starts, stride)
 
-    def pull_back(self, residual: _Residual, cotangents: Sequence[Tensor]) -> list[Tensor]:
+    def pull_back(self, residual: Any, cotangents: Sequence[Tensor]) -> list[Tensor]:
         """Gradients of the inputs that need one (params, carry, xs), in order."""
+        if isinstance(residual, NativeRun):
+            params, [(carry, xs)] = residual.backward([cotangents])
+            return [*params, *carry, *xs]
         kernel = self.kernel
         n_params, n_carry, _, _ = self.counts
         carry_needs = self.needs[n_params : n_params + n_carry]
@@ -246,6 +265,75 @@ class _Plan:
         stacked = [torch.stack(g[::-1]) for g in zip(*x_grads, strict=True)]
         # A step that passes a carry leaf through hands its cotangent back as it came; autograd wants results of our own.
         return [*(total or []), *(g.clone() for g in ct_carry), *stacked]
+
+
+class NativeRun:
+    """One run of a native loop over shards that share their parameters; holds what its backward pass needs.
+
+    Args:
+        plan: the step.
+        loop: its loop.
+        params: contiguous tensors.
+        shards: ``(carry, xs)`` of contiguous tensors.
+    """
+
+    def __init__(self, plan: _Plan, loop: Loop, params: list[Tensor], shards: list[tuple[list[Tensor], list[Tensor]]]) -> None:
+        self.plan, self.loop, self.params, self.xs = plan, loop, params, [xs for _, xs in shards]
+        self.length = shards[0][1][0].shape[0]
+        whole = plan.memory == "save" or not plan.differentiable
+        self.stride = self.length if whole else max(1, math.isqrt(self.length))
+        self.starts = [[carry for carry, _ in shards]]
+        self.done: Any = None
+
+    def _forward(self, start: int, carries: list[list[Tensor]], ys: list[list[Tensor]] | None) -> tuple[list[list[Tensor]], Any]:
+        part = slice(start, start + self.stride)
+        shards = [(self.params, carry, [x[part] for x in xs]) for carry, xs in zip(carries, self.xs, strict=True)]
+        return self.loop.forward(shards, ys and [[y[part] for y in row] for row in ys])
+
+    def forward(self) -> list[list[Tensor]]:
+        """For each shard the last carry leaves, then the stacked y leaves."""
+        ys = [[x.new_empty((self.length, *x.shape)) for x in self.plan.packs] for _ in self.xs]
+        carries = self.starts[0]
+        for start in range(0, self.length, self.stride):
+            if start:
+                self.starts.append(carries)
+            carries, done = self._forward(start, carries, ys)
+            if self.stride == self.length and self.plan.differentiable:
+                self.done = done
+        return [[*carry, *self.plan.pack.split_stacked(packs)] for carry, packs in zip(carries, ys, strict=True)]
+
+    def backward(self, cotangents: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], list[tuple[list[Tensor], list[Tensor]]]]:
+        """Gradients of the params, summed over shards, and for each shard of the carry and xs leaves, where they are needed."""
+        plan, loop = self.plan, self.loop
+        n_params, n_carry, _, _ = plan.counts
+        needed = [i for i, need in enumerate(plan.needs[n_params : n_params + n_carry]) if need]
+        carries = [{i: cts[i].contiguous() for i in needed} for cts in cotangents]
+        packs = [plan.pack.join_stacked(cts[n_carry:], tracked_only=True) for cts in cotangents]
+        like = [x for x, need in zip(plan.examples, plan.needs, strict=True) if need]
+        here = plan.kernel.present
+        n_diff = sum(plan.needs[:n_params])
+        first_x = n_diff + len(needed)
+        total = [[torch.zeros_like(x) for x, there in zip(like[:n_diff], here[:n_diff], strict=True) if there] for _ in self.xs]
+        x_grads = [[x.new_empty((self.length, *x.shape)) for x, there in zip(like[first_x:], here[first_x:], strict=True) if there] for _ in self.xs]
+        for start in reversed(range(0, self.length, self.stride)):
+            part = slice(start, start + self.stride)
+            done = self.done or self._forward(start, self.starts[start // self.stride], None)[1]
+            grads = loop.backward(
+                done,
+                [[carry[i] for i in loop.ct_carry] for carry in carries],
+                [[pack[part] for pack in row] for row in packs],
+                total,
+                [[x[part] for x in row] for row in x_grads],
+            )
+            carries = [dict(zip(needed, row, strict=True)) for row in grads]
+        sums = [torch.stack(parts).sum(0) if len(parts) > 1 else parts[0] for parts in zip(*total, strict=True)]
+
+        def filled(values: Sequence[Tensor], of: slice, *lead: int) -> list[Tensor]:
+            given = iter(values)
+            return [next(given) if there else x.new_zeros((*lead, *x.shape)) for x, there in zip(like[of], here[of], strict=True)]
+
+        shards = [(list(carry.values()), filled(xs, slice(first_x, None), self.length)) for carry, xs in zip(carries, x_grads, strict=True)]
+        return filled(sums, slice(n_diff)), shards
 
 
 class _Residual:

@@ -1,0 +1,672 @@
+"""The whole time loop as one native function: what Inductor generated for a step, called T times by C++ instead of by Python.
+
+Inductor turns a step into C++ kernels, matrix products and a Python function that allocates buffers and calls them in order. That function is run once here with
+symbols in place of tensors, which gives the order of the calls and where every buffer lies. From this a C++ loop is written: buffers of a step are laid out once,
+results of all steps lie in one block, carries are pointers into it. A loop over 64 rows then pays for arithmetic and not for calls.
+
+Only what is understood is turned into a loop: dense kernels and matrix products of float32 and float64 on a CPU. Anything else raises :class:`Unsupported`, and
+``frl.scan`` calls the step from Python as before. Rows that are independent can be split into shards that run on threads of their own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import types
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_ALIGN = 64
+_GEMM = {torch.float32: ("sgemm_", "float"), torch.float64: ("dgemm_", "double")}
+
+
+class Unsupported(Exception):
+    """A step that has no native loop."""
+
+
+# -- what a step does -----------------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Storage:
+    """Memory that a step uses."""
+
+    index: int
+    nbytes: int
+    input: int | None = None  # position among the inputs
+    constant: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Sym:
+    """A tensor without data: a view of a storage."""
+
+    storage: Storage
+    offset: int  # bytes
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        count = 1
+        for n in self.shape:
+            count *= n
+        return count * self.dtype.itemsize
+
+    @property
+    def contiguous(self) -> bool:
+        expected = 1
+        for n, s in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if n != 1 and s != expected:
+                return False
+            expected *= n
+        return True
+
+
+@dataclass
+class Program:
+    """Calls in order: ``("mm", a, b, out)``, ``("addmm", a, b, out, bias)``, ``("bmm", a, b, out)`` or ``("kernel", name, arguments)``."""
+
+    storages: list[Storage]
+    inputs: list[Sym]
+    outputs: list[Sym] = field(default_factory=list)
+    calls: list[tuple] = field(default_factory=list)
+    kernels: dict[str, tuple[list[str], str]] = field(default_factory=dict)  # name: C types of the arguments, source
+
+
+class _Kernel:
+    """A generated kernel: source now, compiled when somebody calls it with tensors."""
+
+    def __init__(self, types: list[str], source: str) -> None:
+        self.types, self.source = types, source
+        self._call: Callable | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        if self._call is None:
+            self._call = self.load()
+        return self._call(*args)
+
+    def load(self) -> Callable:
+        from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+        return CppPythonBindingsCodeCache.load_pybinding(self.types, self.source)
+
+
+def deferring_kernels() -> Any:
+    """A context in which Inductor hands over the source of its CPU kernels and compiles none of them."""
+    from unittest import mock
+
+    from torch._inductor.async_compile import AsyncCompile
+
+    return mock.patch.object(AsyncCompile, "cpp_pybinding", lambda self, types, source: _Kernel(types, source))
+
+
+def compile_kernels(call: Callable) -> None:
+    """Compile the kernels of a generated function that :func:`deferring_kernels` left as source."""
+    names = call.__globals__  # pyright: ignore[reportFunctionMemberAccess]
+    waiting = {name: value for name, value in names.items() if isinstance(value, _Kernel)}
+    names.setdefault("_frl_kernels", {}).update(waiting)
+    if len(waiting) > 1:
+        with ThreadPoolExecutor(2) as pool:
+            names.update(zip(waiting, pool.map(_Kernel.load, waiting.values()), strict=True))
+    else:
+        names.update({name: value.load() for name, value in waiting.items()})
+
+
+def trace(call: Callable, examples: Sequence[Tensor]) -> Program:
+    """What a generated function does.
+
+    Args:
+        call: made by Inductor under :func:`deferring_kernels`.
+        examples: tensors (fake ones suffice) with the shapes, strides and dtypes of its inputs.
+
+    Raises:
+        Unsupported: it does something else than allocate, call kernels and multiply matrices.
+    """
+    storages: list[Storage] = []
+
+    def new(nbytes: int, **facts: Any) -> Storage:
+        storages.append(Storage(len(storages), nbytes, **facts))
+        return storages[-1]
+
+    def symbol(x: Tensor, **facts: Any) -> Sym:
+        if x.device.type != "cpu":
+            raise Unsupported(f"a tensor on {x.device}")
+        shape, stride = tuple(x.shape), tuple(x.stride())
+        count = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) if all(shape) else 0
+        return Sym(new(count * x.dtype.itemsize, **facts), 0, shape, stride, x.dtype)
+
+    program = Program(storages, [symbol(x, input=i) for i, x in enumerate(examples)])
+
+    def empty(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Sym:
+        count = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) if all(shape) else 0
+        return Sym(new(count * dtype.itemsize), 0, tuple(shape), tuple(stride), dtype)
+
+    def view(x: Any, shape: Sequence[int], stride: Sequence[int], offset: int = 0) -> Sym:
+        x = known(x)
+        return Sym(x.storage, x.offset + offset * x.dtype.itemsize, tuple(shape), tuple(stride), x.dtype)
+
+    def known(x: Any) -> Sym:
+        if isinstance(x, Sym):
+            return x
+        if isinstance(x, Tensor):
+            return symbol(x, constant=x)
+        raise Unsupported(f"an argument of type {type(x).__name__}")
+
+    class Products:
+        def __getattr__(self, name: str) -> Callable:
+            if name not in ("mm", "bmm", "addmm"):
+                raise Unsupported(f"a call of {name}")
+
+            def product(*args: Any, out: Sym, alpha: float = 1, beta: float = 1) -> Sym:
+                if alpha != 1 or beta != 1:
+                    raise Unsupported(f"{name} with factors")
+                *bias, a, b = map(known, args)
+                program.calls.append((name, a, b, out, *bias))
+                return out
+
+            return product
+
+    names = dict(call.__globals__)  # pyright: ignore[reportFunctionMemberAccess]
+    for name, kernel in [*names.get("_frl_kernels", {}).items(), *((n, k) for n, k in names.items() if isinstance(k, _Kernel))]:
+
+        def record(*args: Any, name: str = name, kernel: _Kernel = kernel) -> None:
+            program.kernels[name] = (kernel.types, kernel.source)
+            program.calls.append(("kernel", name, [known(x) for x in args]))
+
+        names[name] = record
+    names.update(empty_strided_cpu=empty, reinterpret_tensor=view, extern_kernels=Products())
+    function = getattr(call, "__func__", call)
+    recorded = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    owner = [call.__self__] if hasattr(call, "__self__") else []  # pyright: ignore[reportFunctionMemberAccess]
+    try:
+        outputs = recorded(*owner, list(program.inputs))
+    except Unsupported:
+        raise
+    except Exception as error:
+        raise Unsupported(f"{type(error).__name__}: {error}") from error
+    program.outputs = [known(x) for x in outputs]
+    return program
+
+
+# -- C++ ------------------------------------------------------------------------------------------------------------------------------------------------
+
+_PREFIX = """
+#include <torch/csrc/inductor/cpp_prefix.h>
+#include <cstring>
+#include <exception>
+extern "C" void sgemm_(const char*, const char*, const int*, const int*, const int*, const float*, const float*, const int*, const float*, const int*, const float*, float*, const int*);
+extern "C" void dgemm_(const char*, const char*, const int*, const int*, const int*, const double*, const double*, const int*, const double*, const int*, const double*, double*, const int*);
+extern "C" int mkl_set_num_threads_local(int) __attribute__((weak));
+
+struct Table { char* const* base; const int64_t* step; const int64_t* ring; char* const* start; };
+static inline char* place_of(const Table& f, int i, int64_t t) { return f.base[i] + (f.ring[i] ? t % f.ring[i] : t) * f.step[i]; }
+template <typename T> static inline void accumulate(T* total, const T* x, int64_t n) { for (int64_t i = 0; i < n; ++i) total[i] += x[i]; }
+"""
+
+_ENTRY = """
+extern "C" int frl_loop(int64_t length, int shards, const Table* tables) {
+  int failed = 0;
+  if (shards == 1) {
+    try { run(length, tables[0]); } catch (const std::exception&) { failed = 1; }
+    return failed;
+  }
+  #pragma omp parallel for num_threads(shards) schedule(static, 1) reduction(|:failed)
+  for (int s = 0; s < shards; ++s) {
+    const int before = mkl_set_num_threads_local ? mkl_set_num_threads_local(1) : 0;
+    try { run(length, tables[s]); } catch (const std::exception&) { failed |= 1; }
+    if (mkl_set_num_threads_local) mkl_set_num_threads_local(before);
+  }
+  return failed;
+}
+"""
+
+
+def _product(a: Sym, b: Sym, out: Sym, place: Callable[[Sym], str], beta: int = 0) -> str:
+    """``out = a @ b (+ out)`` by BLAS, whose matrices have their columns together."""
+    if not (a.dtype == b.dtype == out.dtype and a.dtype in _GEMM) or any(len(x.shape) != 2 for x in (a, b, out)):
+        raise Unsupported(f"a product of {a.dtype} {a.shape} and {b.dtype} {b.shape}")
+    name, scalar = _GEMM[a.dtype]
+
+    def side(x: Sym) -> tuple[bool, int]:
+        """Whether the rows lie together, and the distance between them (or between the columns)."""
+        (rows, columns), (s0, s1) = x.shape, x.stride
+        if s1 == 1 or columns == 1:
+            return True, max(s0 if rows > 1 else columns, columns, 1)
+        if s0 == 1 or rows == 1:
+            return False, max(s1, rows, 1)
+        raise Unsupported(f"a matrix with strides {x.stride}")
+
+    rows_together, ldc = side(out)
+    if not rows_together:  # out^T = b^T a^T
+        turn = lambda x: Sym(x.storage, x.offset, x.shape[::-1], x.stride[::-1], x.dtype)
+        a, b, out = turn(b), turn(a), turn(out)
+        rows_together, ldc = side(out)
+    if not rows_together:
+        raise Unsupported(f"a result with strides {out.stride}")
+    (m, k), n = a.shape, b.shape[1]
+    (a_rows, lda), (b_rows, ldb) = side(a), side(b)
+    if 0 in (m, n, k):
+        raise Unsupported("an empty product")
+    # Rows together is the transpose with columns together: out^T [n, m] = b^T [n, k] a^T [k, m].
+    ta, tb = ("N" if b_rows else "T"), ("N" if a_rows else "T")
+    return (
+        f"{{ const int m={n}, n={m}, k={k}, la={ldb}, lb={lda}, lc={ldc}; const {scalar} one=1, beta={int(beta)}; "
+        f'{name}("{ta}", "{tb}", &m, &n, &k, &one, (const {scalar}*)({place(b)}), &la, (const {scalar}*)({place(a)}), &lb, &beta, '
+        f"({scalar}*)({place(out)}), &lc); }}"
+    )
+
+
+def _source(program: Program, body: list[str]) -> str:
+    """A C++ file with the kernels of a program and ``run``, whose body is given."""
+    parts = [_PREFIX]
+    for i, (_, source) in enumerate(program.kernels.values()):
+        # The flag for integer division by zero is shared by all threads; without it such a division raises at once.
+        lines = [line for line in source.splitlines() if "inductor_cpu_integer_div_error" not in line and not line.startswith("#include")]
+        text, count = re.subn(r'extern\s+"C"\s+void\s+kernel\(', f"static __attribute__((noinline)) void kernel_{i}(", "\n".join(lines))
+        if count != 1:
+            raise Unsupported("a kernel of another form")
+        parts.append(text)
+    parts += ["static void run(int64_t length, const Table& f) {", *(f"  {line}" for line in body), "}", _ENTRY]
+    return "\n".join(parts)
+
+
+def _calls(program: Program, place: Callable[[Sym], str], replaced: dict[int, str]) -> list[str]:
+    """Statements of one step. A product whose call is in ``replaced`` is added to the place named there."""
+    numbers = {name: i for i, name in enumerate(program.kernels)}
+    lines = []
+    for i, call in enumerate(program.calls):
+        if call[0] == "mm":
+            _, a, b, out = call
+            lines.append(_product(a, b, out, (lambda x, i=i, out=out: replaced[i] if x.storage is out.storage else place(x)) if i in replaced else place, i in replaced))
+        elif call[0] == "addmm":
+            _, a, b, out, bias = call
+            if bias.dtype != out.dtype or len(bias.shape) > 2 or out.dtype not in _GEMM:
+                raise Unsupported(f"addmm with a bias {bias.shape} of {bias.dtype}")
+            shape, stride = (1,) * (2 - len(bias.shape)) + bias.shape, (0,) * (2 - len(bias.shape)) + bias.stride
+            r, c = (0 if n == 1 else s for n, s in zip(shape, stride, strict=True))
+            scalar, (m, n), (p, q) = _GEMM[out.dtype][1], out.shape, out.stride
+            lines.append(
+                f"{{ auto y = ({scalar}*)({place(out)}); auto x = (const {scalar}*)({place(bias)}); "
+                f"for (int64_t i = 0; i < {m}; ++i) for (int64_t j = 0; j < {n}; ++j) y[i * {p} + j * {q}] = x[i * {r} + j * {c}]; }}"
+            )
+            lines.append(_product(a, b, out, place, 1))
+        elif call[0] == "bmm":
+            for member in range(call[3].shape[0]):
+                one = lambda x, k=member: Sym(x.storage, x.offset + k * x.stride[0] * x.dtype.itemsize, x.shape[1:], x.stride[1:], x.dtype)
+                lines.append(_product(*map(one, call[1:]), place))
+        else:
+            _, name, args = call
+            kinds = program.kernels[name][0]
+            if len(kinds) != len(args) or not all(kind.endswith("*") for kind in kinds):
+                raise Unsupported("a kernel with an argument that is no tensor")
+            lines.append(f"kernel_{numbers[name]}({', '.join(f'({kind})({place(x)})' for kind, x in zip(kinds, args, strict=True))});")
+    return lines
+
+
+class _Build:
+    """A library on its way."""
+
+    def __init__(self, source: str) -> None:
+        from torch._inductor.codecache import CppCodeCache
+
+        self._pool = ThreadPoolExecutor(1)
+        self._get = CppCodeCache.load_async(source, "cpu", self._pool.submit, needs_vec_isa=True)
+
+    def load(self) -> Callable[[int, int, Any], int]:
+        library = self._get()
+        self._pool.shutdown(wait=False)
+        return library.frl_loop
+
+
+class _Table(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_void_p) for name in ("base", "step", "ring", "start")]
+
+
+def _pointers(values: Sequence[int]) -> Any:
+    return (ctypes.c_void_p * len(values))(*values)
+
+
+def _integers(values: Sequence[int]) -> Any:
+    return (ctypes.c_int64 * len(values))(*values)
+
+
+def _round(n: int) -> int:
+    return -(-n // _ALIGN) * _ALIGN
+
+
+# -- the loop -------------------------------------------------------------------------------------------------------------------------------------------
+
+
+class _Memory:
+    """A block that goes back to its pool when nobody holds it any more: fresh pages cost as much as the work that is done in them."""
+
+    def __init__(self, pool: dict[int, list[Tensor]], nbytes: int) -> None:
+        self._pool = pool.setdefault(nbytes, [])
+        self.block = self._pool.pop() if self._pool else torch.empty(max(nbytes, 1), dtype=torch.uint8)
+
+    def __del__(self) -> None:
+        if len(self._pool) < 2:
+            self._pool.append(self.block)
+
+
+@dataclass
+class Pass:
+    """A forward pass over some steps, for its backward pass."""
+
+    length: int
+    memory: list[_Memory]
+    held: list[Any]  # tensors that pointers lead to
+    base: list[list[int]]  # by shard
+    step: list[int]
+    ring: list[int]
+    start: list[list[int]]
+
+
+class _Side:
+    """Layout of one program: where each storage lies and how far it moves with a step."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.kept: dict[int, int] = {}  # storage: slots, 0 for one in each step
+        self.direct: dict[int, int] = {}  # storage: result that is written in place
+        self.copies: list[tuple[Sym, int]] = []  # (result, storage that gets a copy)
+
+    def own(self, nbytes: int) -> Storage:
+        self.program.storages.append(Storage(len(self.program.storages), nbytes))
+        return self.program.storages[-1]
+
+    def copied(self, x: Sym) -> Sym:
+        """A copy of a result in a storage of its own."""
+        if not x.contiguous:
+            raise Unsupported(f"a result with strides {x.stride}")
+        storage = self.own(x.nbytes)
+        self.copies.append((x, storage.index))
+        return Sym(storage, 0, x.shape, x.stride, x.dtype)
+
+    def borrowed(self, x: Sym) -> bool:
+        return x.storage.input is not None or x.storage.constant is not None
+
+    def layout(self, length: int) -> tuple[dict[int, tuple[int, int, int]], int]:
+        """``{storage: (offset, step, ring)}`` of what lies in memory of our own, and its size."""
+        places, end = {}, 0
+        for s in self.program.storages:
+            if s.input is not None or s.constant is not None or s.index in self.direct:
+                continue
+            slots = self.kept.get(s.index, 1)
+            size = _round(s.nbytes)
+            places[s.index] = (end, 0 if slots == 1 else size, slots if slots > 1 else 0)
+            end += size * (slots or length)
+        return places, end
+
+
+class Loop:
+    """A step as a native loop over time.
+
+    Args:
+        forward: program of ``[params..., carry..., x...] -> [carry..., y..., saved...]``.
+        counts: numbers of params, carry, x and y.
+    """
+
+    def __init__(self, forward: Program, counts: tuple[int, int, int, int]) -> None:
+        self.counts = counts
+        n_params, n_carry, n_x, n_y = counts
+        side = self.forward_side = _Side(forward)
+        self.n_inputs = n_params + n_carry + n_x
+        outputs = forward.outputs
+        saved = outputs[n_carry + n_y :]
+        saved_storages = {x.storage.index for x in saved if not side.borrowed(x)}
+        history = any(x.storage.input is not None and n_params <= x.storage.input < n_params + n_carry for x in saved)
+        self.carry: list[Sym] = []
+        taken: set[int] = set()
+        for x in outputs[:n_carry]:
+            if side.borrowed(x) or not x.contiguous or x.storage.index in taken:
+                x = side.copied(x)
+            taken.add(x.storage.index)
+            self.carry.append(x)
+            side.kept[x.storage.index] = 0 if history else 2
+        for index in saved_storages:
+            side.kept[index] = 0
+        self.ys: list[Sym] = []
+        for j, x in enumerate(outputs[n_carry : n_carry + n_y]):
+            whole = not side.borrowed(x) and x.contiguous and x.offset == 0 and x.nbytes == x.storage.nbytes
+            if not whole or x.storage.index in taken or x.storage.index in saved_storages:
+                x = side.copied(x)
+            taken.add(x.storage.index)
+            side.direct[x.storage.index] = j
+            self.ys.append(x)
+        self.saved = saved
+        self._pool: dict[int, list[Tensor]] = {}
+        self._builds = [_Build(_source(forward, self._forward_body()))]
+        self._calls: list[Callable] = []
+        self.backward_side: _Side | None = None
+
+    # -- code --------------------------------------------------------------------------------------------------------------------------------------
+
+    def _forward_body(self) -> list[str]:
+        side = self.forward_side
+        lines = ["for (int64_t t = 0; t < length; ++t) {"]
+        lines += [f"  char* const s{s.index} = {self._at(s.index)};" for s in side.program.storages]
+        lines += [f"  {line}" for line in _calls(side.program, lambda x: f"s{x.storage.index} + {x.offset}", {})]
+        lines += [f"  std::memcpy(s{index}, s{x.storage.index} + {x.offset}, {x.nbytes});" for x, index in side.copies]
+        return [*lines, "}"]
+
+    def _at(self, index: int) -> str:
+        """Where a storage of the forward program lies at step ``t``."""
+        n_params, n_carry, _, _ = self.counts
+        i = self.forward_side.program.storages[index].input
+        if i is not None and n_params <= i < n_params + n_carry:
+            out = self.carry[i - n_params]
+            return f"(t ? place_of(f, {out.storage.index}, t - 1) + {out.offset} : f.start[{i - n_params}])"
+        return f"place_of(f, {index}, t)"
+
+    def add_backward(self, backward: Program, needs: Sequence[bool], out_needs: Sequence[bool], present: Sequence[bool]) -> None:
+        """The backward program ``[saved..., cotangents...] -> gradients``.
+
+        Args:
+            backward: the program; it gives gradients for the needed inputs that are ``present``.
+            needs: for each input of the forward program whether its gradient is wanted.
+            out_needs: for each carry and y whether it has a cotangent.
+            present: for each wanted gradient whether the program gives it; the others are zero.
+        """
+        n_params, n_carry, n_x, n_y = self.counts
+        side = self.backward_side = _Side(backward)
+        self.shift = len(self.forward_side.program.storages)  # storages of this side follow the other's in the table
+        given = iter(backward.outputs)
+        grads = [next(given) if here else None for here in present]
+        kinds = [i for i, need in enumerate(needs) if need]
+        n_saved = len(self.saved)
+        self.wanted = kinds
+        self.total: list[int | None] = []  # storage of the sum of a parameter's gradient
+        self.carry_grads: dict[int, Sym | None] = {}
+        self.x_grads: list[int | None] = []
+        self.param_shapes: list[tuple] = []
+        replaced: dict[int, str] = {}
+        sums: list[str] = []
+        uses: dict[int, int] = {}
+        for call in backward.calls:
+            for x in call[2] if call[0] == "kernel" else call[1:]:
+                uses[x.storage.index] = uses.get(x.storage.index, 0) + 1
+        for x in backward.outputs:
+            uses[x.storage.index] = uses.get(x.storage.index, 0) + 1
+        taken: set[int] = set()
+        for i, x in zip(kinds, grads, strict=True):
+            if i < n_params:
+                if x is None:
+                    self.total.append(None)
+                    continue
+                if x.dtype not in _GEMM or not x.contiguous:
+                    raise Unsupported(f"a gradient of {x.dtype} with strides {x.stride}")
+                total = side.own(x.nbytes)
+                side.direct[total.index] = -1
+                self.total.append(total.index)
+                made = [j for j, call in enumerate(backward.calls) if call[0] == "mm" and call[3].storage is x.storage]
+                out = backward.calls[made[0]][3] if made else x
+                if len(made) == 1 and uses[x.storage.index] == 2 and out.contiguous and (out.offset, out.nbytes) == (x.offset, x.nbytes):
+                    replaced[made[0]] = f"b{total.index}"
+                else:
+                    scalar = _GEMM[x.dtype][1]
+                    count = x.nbytes // x.dtype.itemsize
+                    sums.append(f"accumulate(({scalar}*)b{total.index}, (const {scalar}*)(b{x.storage.index} + {x.offset}), {count});")
+            elif i < n_params + n_carry:
+                if x is not None and (side.borrowed(x) or not x.contiguous or x.storage.index in taken):
+                    x = side.copied(x)
+                if x is not None:
+                    taken.add(x.storage.index)
+                    side.kept[x.storage.index] = 2
+                self.carry_grads[i - n_params] = x
+            else:
+                if x is None:
+                    self.x_grads.append(None)
+                    continue
+                whole = not side.borrowed(x) and x.contiguous and x.offset == 0 and x.nbytes == x.storage.nbytes and x.storage.index not in taken
+                if not whole:
+                    x = side.copied(x)
+                taken.add(x.storage.index)
+                side.direct[x.storage.index] = len(self.x_grads)
+                self.x_grads.append(x.storage.index)
+        # A parameter's gradient must not share memory with what is kept or written in place.
+        self.zero = side.own(max([1, *(x.nbytes for x in self.carry)]))
+        cotangents = [i for i, need in enumerate(out_needs) if need]
+        self.ct_carry = [i for i in cotangents if i < n_carry]
+        self.ct_packs = [i - n_carry for i in cotangents if i >= n_carry]
+        lines = ["for (int64_t t = length - 1; t >= 0; --t) {"]
+        for s in backward.storages:
+            place = f"place_of(f, {self.shift + s.index}, t)"
+            if s.input is not None and s.input < n_saved:
+                x = self.saved[s.input]
+                place = f"{self._at(x.storage.index)} + {x.offset}"
+            elif s.input is not None and s.input < n_saved + len(self.ct_carry):
+                k = self.ct_carry[s.input - n_saved]
+                x = self.carry_grads.get(k)
+                last = f"place_of(f, {self.shift + x.storage.index}, t + 1) + {x.offset}" if x is not None else f"place_of(f, {self.shift + self.zero.index}, t)"
+                place = f"(t == length - 1 ? f.start[{n_carry + s.input - n_saved}] : {last})"
+            lines.append(f"  char* const b{s.index} = {place};")
+        lines += [f"  {line}" for line in _calls(backward, lambda x: f"b{x.storage.index} + {x.offset}", replaced)]
+        lines += [f"  {line}" for line in sums]
+        lines += [f"  std::memcpy(b{index}, b{x.storage.index} + {x.offset}, {x.nbytes});" for x, index in side.copies]
+        self._builds.append(_Build(_source(backward, [*lines, "}"])))
+
+    def load(self) -> Loop:
+        """Wait for the compiler."""
+        self._calls = [build.load() for build in self._builds]
+        return self
+
+    # -- running -----------------------------------------------------------------------------------------------------------------------------------
+
+    def _launch(self, which: int, length: int, tables: Sequence[tuple[list[int], list[int], list[int], list[int]]]) -> None:
+        held, rows = [], (_Table * len(tables))()
+        for row, (base, step, ring, start) in zip(rows, tables, strict=True):
+            arrays = (_pointers(base), _integers(step), _integers(ring), _pointers(start))
+            held.append(arrays)
+            for (name, _), array in zip(_Table._fields_, arrays, strict=True):
+                setattr(row, name, ctypes.cast(array, ctypes.c_void_p))
+        if self._calls[which](ctypes.c_int64(length), len(tables), ctypes.byref(rows)):
+            raise RuntimeError("a step divided an integer by zero")
+
+    def forward(self, shards: Sequence[tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]], ys: Sequence[Sequence[Tensor]] | None) -> tuple[list[list[Tensor]], Pass]:
+        """Run all steps of ``xs``.
+
+        Args:
+            shards: ``(params, carry, xs)`` of contiguous tensors for each shard.
+            ys: for each shard ``[T, ...]`` for every y; ``None`` when they are not wanted.
+
+        Returns:
+            Last carries, in memory of their own, and what the backward pass needs.
+        """
+        side, (n_params, n_carry, _, _) = self.forward_side, self.counts
+        length = shards[0][2][0].shape[0]
+        places, nbytes = side.layout(length)
+        n = len(side.program.storages)
+        step, ring = [0] * n, [0] * n
+        for index, (_, stride, slots) in places.items():
+            step[index], ring[index] = stride, slots
+        result = Pass(length, [], [shards], [], step, ring, [])
+        for number, (params, carry, xs) in enumerate(shards):
+            memory = _Memory(self._pool, nbytes)
+            origin = memory.block.data_ptr()
+            base = [0] * n
+            inputs = [*params, *carry, *xs]
+            for s in side.program.storages:
+                i = s.input
+                if s.constant is not None:
+                    base[s.index] = s.constant.data_ptr()
+                elif i is not None:
+                    base[s.index] = inputs[i].data_ptr()
+                    step[s.index] = inputs[i].stride(0) * inputs[i].element_size() if i >= n_params + n_carry and length > 1 else 0
+                elif s.index in places:
+                    base[s.index] = origin + places[s.index][0]
+            for j, y in enumerate(self.ys):
+                if ys is None:
+                    # Nobody reads them: all steps write to one place.
+                    if not hasattr(memory, "sink"):
+                        memory.sink = torch.empty(max([1, *(_round(x.nbytes) for x in self.ys)]), dtype=torch.uint8)  # pyright: ignore[reportAttributeAccessIssue]
+                    base[y.storage.index], step[y.storage.index] = memory.sink.data_ptr(), 0  # pyright: ignore[reportAttributeAccessIssue]
+                else:
+                    base[y.storage.index], step[y.storage.index] = ys[number][j].data_ptr(), y.nbytes
+            result.memory.append(memory)
+            result.base.append(base)
+            result.start.append([x.data_ptr() for x in carry])
+        self._launch(0, length, [(b, step, ring, s) for b, s in zip(result.base, result.start, strict=True)])
+        last = []
+        for memory in result.memory:
+            last.append([self._read(memory, places, x, length - 1) for x in self.carry])
+        return last, result
+
+    def _read(self, memory: _Memory, places: dict[int, tuple[int, int, int]], x: Sym, t: int) -> Tensor:
+        offset, step, ring = places[x.storage.index]
+        start = offset + (t % ring if ring else t) * step + x.offset
+        return memory.block[start : start + x.nbytes].clone().view(x.dtype).view(x.shape) if x.nbytes else torch.empty(x.shape, dtype=x.dtype)
+
+    def backward(
+        self, done: Pass, ct_carry: Sequence[Sequence[Tensor]], ct_packs: Sequence[Sequence[Tensor]], total: Sequence[Sequence[Tensor]], x_grads: Sequence[Sequence[Tensor]]
+    ) -> list[list[Tensor]]:
+        """Go back through the steps of a forward pass.
+
+        Args:
+            done: of :meth:`forward`.
+            ct_carry: for each shard contiguous cotangents of the carries in ``self.ct_carry``.
+            ct_packs: for each shard contiguous cotangents ``[T, ...]`` of the ys in ``self.ct_packs``.
+            total: for each shard and present parameter the sum so far, which is added to.
+            x_grads: for each shard and present x its gradient ``[T, ...]``, which is written.
+
+        Returns:
+            For each shard the gradients of the carries that have one, zeros where the step gives none.
+        """
+        side, length = self.backward_side, done.length
+        assert side is not None
+        places, nbytes = side.layout(length)
+        n, n_saved = len(side.program.storages), len(self.saved)
+        step, ring = [0] * n, [0] * n
+        for index, (_, stride, slots) in places.items():
+            step[index], ring[index] = stride, slots
+        tables, memories = [], []
+        for number, (cts, packs) in enumerate(zip(ct_carry, ct_packs, strict=True)):
+            memory = _Memory(self._pool, nbytes)
+            memories.append(memory)
+            origin = memory.block.data_ptr()
+            base = [origin + places[i][0] if i in places else 0 for i in range(n)]
+            memory.block[places[self.zero.index][0] :][: self.zero.nbytes].zero_()
+            for s in side.program.storages:
+                if s.constant is not None:
+                    base[s.index] = s.constant.data_ptr()
+                elif s.input is not None and s.input >= n_saved + len(self.ct_carry):
+                    pack = packs[s.input - n_saved - len(self.ct_carry)]
+                    base[s.index], step[s.index] = pack.data_ptr(), pack.stride(0) * pack.element_size() if length > 1 else 0
+            for storage, x in zip([i for i in self.total if i is not None], total[number], strict=True):
+                base[storage] = x.data_ptr()
+            for storage, x in zip([i for i in self.x_grads if i is not None], x_grads[number], strict=True):
+                base[storage], step[storage] = x.data_ptr(), x.stride(0) * x.element_size() if length > 1 else 0
+            start = [*done.start[number], *(x.data_ptr() for x in cts)]
+            tables.append(([*done.base[number], *base], [*done.step, *step], [*done.ring, *ring], start))
+        self._launch(1, length, tables)
+        return [
+            [torch.zeros(self.carry[k].shape, dtype=self.carry[k].dtype) if x is None else self._read(memory, places, x, 0) for k, x in self.carry_grads.items()]
+            for memory in memories
+        ]
