@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch._C import _functorch as functorch  # pyright: ignore[reportAttributeAccessIssue]
 
-from frl import native, tree
+from frl import native, philox, tree
 
 MODES = ("inductor", "aot_eager", "dynamo", "eager")
 
@@ -31,6 +31,7 @@ _graphs = 0
 _seconds = 0.0
 _warned = False
 _broken = False
+_proven = False  # a native library has been compiled and loaded
 _careful = False  # probe the compiler's vector instruction sets before use
 
 
@@ -40,8 +41,8 @@ def graph_count() -> int:
 
 
 def compile_seconds() -> float:
-    """Wall-clock seconds spent compiling so far in this process."""
-    return _seconds
+    """Wall-clock seconds spent compiling so far in this process, or waiting for it."""
+    return _seconds + native.waited_seconds()
 
 
 def check_mode(mode: str) -> str:
@@ -139,6 +140,12 @@ def map_outside(fn: Callable[[Tensor], Tensor], values: Any) -> Any:
 def only_gradients() -> bool:
     """Whether every active ``torch.func`` transform is ``grad`` or ``vjp`` (or there is none): no tensor is mapped and none has a tangent."""
     return all(level.key() == functorch.TransformType.Grad for level in functorch.get_interpreter_stack() or ())
+
+
+def only_one_gradient(leaves: Sequence[Tensor]) -> bool:
+    """Whether at most one ``grad`` or ``vjp`` level is active and autograd records none of ``leaves``: nobody can differentiate a backward pass."""
+    levels = functorch.get_interpreter_stack() or ()
+    return len(levels) <= 1 and only_gradients() and not any(plain(x).requires_grad for x in leaves)
 
 
 def has_lower_history(x: Tensor) -> bool:
@@ -251,17 +258,19 @@ class _Timer:
     def __enter__(self) -> None:
         import time
 
-        self.start = time.perf_counter()
+        self.start = time.perf_counter() - native.waited_seconds()
 
     def __exit__(self, *_: object) -> None:
         import time
 
         global _seconds, _graphs
-        _seconds += time.perf_counter() - self.start
+        _seconds += time.perf_counter() - native.waited_seconds() - self.start
         _graphs += 1
 
 
-def _generate(graph: Any, examples: Sequence[Tensor], *, backward: bool = False, inference: bool = False, threads: int | None = None) -> Callable[[list], Sequence]:
+def _generate(
+    graph: Any, examples: Sequence[Tensor], *, backward: bool = False, inference: bool = False, threads: int | None = None
+) -> Callable[[list], Sequence]:
     """The function that Inductor writes for a graph, its CPU kernels still being source."""
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
@@ -280,8 +289,8 @@ def _generate(graph: Any, examples: Sequence[Tensor], *, backward: bool = False,
     return getattr(code, "current_callable", None) or code
 
 
-def _inductor(graph: Any, examples: Sequence[Tensor], **options: Any) -> Callable[[list], Sequence]:
-    call = _generate(graph, examples, **options)
+def _finished(call: Callable[[list], Sequence]) -> Callable[[list], Sequence]:
+    """The function with its kernels compiled."""
     if hasattr(call, "__globals__"):
         native.compile_kernels(call)
     return call
@@ -364,6 +373,7 @@ class Kernel:
         self._backward: Any = None
         self._infer: Callable[[list], Sequence] | None = None
         self._dynamo: Callable | None = None
+        self._generated: dict[str, Any] = {}
         self._backward_graph: Any = None
         self._n_out = len(self.out_needs)
         self._name = getattr(fn, "__name__", "a step")
@@ -372,15 +382,21 @@ class Kernel:
     # -- inference -----------------------------------------------------------------------------------------------------------------------------
     def infer(self, inputs: list[Tensor]) -> Sequence[Tensor]:
         """Outputs alone, without a graph."""
+        return self.prepare()(inputs)
+
+    def prepare(self) -> Callable[[list], Sequence]:
+        """What ``infer`` calls; the C++ compiler may still be at work on it."""
         if self._infer is None:
             self._infer = self._make_infer()
-        return self._infer(inputs)
+        return self._infer
 
     def _make_infer(self) -> Callable[[list], Sequence]:
         if self.mode == "eager" or _broken:
             return self._eager_infer
         if self.mode == "dynamo":
             return lambda inputs: _fresh(torch.no_grad()(self._torch_compile())(inputs), inputs)
+        if (loop := self.loop((len(self.examples), 0, 0, self._n_out), differentiable=False, shards=1)) is not None:
+            return loop.once
         return _attempt(self._capture_infer, self._name) or self._eager_infer
 
     def _eager_infer(self, inputs: list[Tensor]) -> Sequence[Tensor]:
@@ -388,10 +404,12 @@ class Kernel:
             return _fresh(self.fn(list(inputs)), inputs)
 
     def _capture_infer(self) -> Callable[[list], Sequence]:
+        if "infer" in self._generated:
+            return _finished(self._generated.pop("infer"))
         graph = self._graph()
         if self.mode == "aot_eager":
             return _boxed(graph)
-        return _inductor(graph, _fake(self.examples), inference=True)
+        return _finished(_generate(graph, _fake(self.examples), inference=True))
 
     def _graph(self) -> Any:
         from torch._functorch.aot_autograd import aot_export_joint_simple
@@ -399,9 +417,17 @@ class Kernel:
         def flat(*args: Tensor) -> list[Tensor]:
             return _fresh(self.fn(list(args)), args)
 
-        return aot_export_joint_simple(
-            flat, tuple(_fake(self.examples)), trace_joint=False, decompositions=_decompositions() if self.mode == "inductor" else None
-        )
+        with self._one_draw():
+            return aot_export_joint_simple(
+                flat, tuple(_fake(self.examples)), trace_joint=False, decompositions=_decompositions() if self.mode == "inductor" else None
+            )
+
+    def _one_draw(self) -> Any:
+        """Random words are drawn by one operation in graphs for Inductor on a CPU."""
+        on = self.mode == "inductor" and all(x.device.type == "cpu" for x in self.examples)
+        if on:
+            philox.start_compiling()
+        return philox.as_one_operation(on)
 
     # -- a native loop -------------------------------------------------------------------------------------------------------------------------
     def loop(self, counts: tuple[int, int, int, int], *, differentiable: bool, shards: int) -> native.Loop | None:
@@ -412,26 +438,39 @@ class Kernel:
             differentiable: with a backward pass.
             shards: number of threads that will run loops side by side; each then uses one thread.
         """
-        if self.mode != "inductor" or _broken or any(x.device.type != "cpu" for x in self.examples) or (differentiable and not any(self.out_needs)):
+        if self.mode != "inductor" or _broken or any(x.device.type != "cpu" for x in self.examples) or not native.has_products():
+            return None
+        if differentiable and not any(self.out_needs):
             return None
         threads = 1 if shards > 1 else None
 
         def make() -> native.Loop | None:
+            global _proven
             try:
-                if not differentiable:
-                    call = _generate(self._graph(), _fake(self.examples), inference=True, threads=threads)
-                    return native.Loop(native.trace(call, self.examples), counts).load()
-                forward, backward = self._joint()
-                program = native.trace(_generate(forward, _fake(self.examples), threads=threads), self.examples)
-                loop = native.Loop(program, counts)
-                saved = [torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device="meta") for x in program.outputs[self._n_out :]]
-                given = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x, need in zip(program.outputs, self.out_needs, strict=False) if need]
-                examples = _fake([*saved, *given], "cpu")
-                loop.add_backward(native.trace(_generate(backward, examples, backward=True, threads=threads), examples), self.needs, self.out_needs, self.present)
-                return loop.load()
+                loop = build()
             except native.Unsupported:
-                import traceback; traceback.print_exc()
-                return None
+                return None  # what was generated is kept for the calls from Python
+            if not _proven:  # a missing compiler shows here, where there is a way back; later libraries are waited for when they are needed
+                loop.load()
+                _proven = True
+            return loop
+
+        def build() -> native.Loop:
+            if not differentiable:
+                call = _generate(self._graph(), _fake(self.examples), inference=True, threads=threads)
+                self._generated = {"infer": call} if threads is None else {}
+                return native.Loop(native.trace(call, self.examples, threads), counts)
+            forward, backward = self._joint()
+            call = _generate(forward, _fake(self.examples), threads=threads)
+            self._generated = {"forward": call, "backward": backward} if threads is None else {}
+            program = native.trace(call, self.examples, threads)
+            loop = native.Loop(program, counts)
+            saved = [torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device="meta") for x in program.outputs[self._n_out :]]
+            given = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x, need in zip(program.outputs, self.out_needs, strict=False) if need]
+            examples = _fake([*saved, *given], "cpu")
+            program = native.trace(_generate(backward, examples, backward=True, threads=threads), examples, threads)
+            loop.add_backward(program, self.needs, self.out_needs, self.present)
+            return loop
 
         return _attempt(make, self._name)
 
@@ -484,11 +523,13 @@ class Kernel:
         self._forward, self._backward_graph = compiled or (_boxed(None), None)
 
     def _capture_joint(self) -> tuple[Callable[[list], Sequence], Any]:
+        if "forward" in self._generated:
+            return _finished(self._generated.pop("forward")), self._generated.pop("backward")
         forward, backward = self._joint()
         if self.mode == "aot_eager":
             self._backward = _boxed(backward)
             return _boxed(forward), backward
-        return _inductor(forward, _fake(self.examples)), backward
+        return _finished(_generate(forward, _fake(self.examples))), backward
 
     def _joint(self) -> tuple[Any, Any]:
         """Graphs of the forward (outputs, saved values) and the backward (saved values, cotangents -> gradients that are there)."""
@@ -500,7 +541,7 @@ class Kernel:
             return [y if need else y.detach().clone() for y, need in zip(outputs, self.out_needs, strict=True)]
 
         examples = tuple(x.requires_grad_(need) for x, need in zip(_fake(self.examples), self.needs, strict=True))
-        with torch.enable_grad():
+        with torch.enable_grad(), self._one_draw():
             joint: Any = aot_export_joint_simple(flat, examples, trace_joint=True, decompositions=_decompositions() if self.mode == "inductor" else None)
         forward, backward = min_cut_rematerialization_partition(joint, None, num_fwd_outputs=self._n_out)
         self._align(forward, backward)
@@ -539,7 +580,7 @@ class Kernel:
             raise RuntimeError("the backward takes no cotangents")
 
     def _compile_backward(self, examples: Sequence[Tensor]) -> Callable[[list], Sequence]:
-        return _inductor(self._backward_graph, _fake(examples), backward=True)
+        return _finished(_generate(self._backward_graph, _fake(examples), backward=True))
 
     # -- the autograd engine -------------------------------------------------------------------------------------------------------------------
     def _engine_forward(self, inputs: list[Tensor]) -> tuple[Sequence[Tensor], Any]:
@@ -592,19 +633,19 @@ def jit(fn: Callable, *, mode: str = "inductor") -> Callable:
         mode: see the module.
 
     Returns:
-        A function of the same signature, with the original as ``.eager``.
+        A function of the same signature, with the original as ``.eager``. ``.prepare(*args)`` captures the graph for such arguments and runs nothing; the C++
+        compiler works on it in the background.
     """
     check_mode(mode)
     cache: dict[Any, tuple[Kernel, list]] = {}
 
-    def call(*args: Any) -> Any:
-        leaves, structure = tree.flatten(args)
-        tensors = [x for x in leaves if isinstance(x, Tensor)]
+    def find(leaves: list, structure: Any, tensors: list[Tensor]) -> tuple[Kernel, list] | None:
+        """The kernel for these arguments, or ``None`` when the function itself is to run."""
         if mode == "eager" or is_tracing() or any(is_transformed(x) for x in tensors):
-            return fn(*args)
+            return None
         key = (structure, _signature(leaves))
         if key not in cache and closes_over_history(fn):
-            return fn(*args)  # a compiled call would lose what it closes over
+            return None  # a compiled call would lose what it closes over
         if key not in cache:
             out_structure: list = []
 
@@ -617,12 +658,27 @@ def jit(fn: Callable, *, mode: str = "inductor") -> Callable:
 
             flat.__name__ = getattr(fn, "__name__", "fn")
             cache[key] = (Kernel(flat, tensors, [False] * len(tensors), mode), out_structure)
-        kernel, out_structure = cache[key]
+        return cache[key]
+
+    def call(*args: Any) -> Any:
+        leaves, structure = tree.flatten(args)
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        found = find(leaves, structure, tensors)
+        if found is None:
+            return fn(*args)
+        kernel, out_structure = found
         with below_transforms():
             values = kernel.infer([plain(x).contiguous() for x in tensors])
         return tree.unflatten(out_structure[0], values)
 
+    def prepare(*args: Any) -> None:
+        leaves, structure = tree.flatten(args)
+        found = find(leaves, structure, [x for x in leaves if isinstance(x, Tensor)])
+        if found is not None:
+            found[0].prepare()
+
     call.eager = fn  # type: ignore[attr-defined]
+    call.prepare = prepare  # type: ignore[attr-defined]
     call.__name__ = getattr(fn, "__name__", "fn")
     call.__doc__ = fn.__doc__
     return call

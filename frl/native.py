@@ -1,8 +1,8 @@
 """The whole time loop as one native function: what Inductor generated for a step, called T times by C++ instead of by Python.
 
-Inductor turns a step into C++ kernels, matrix products and a Python function that allocates buffers and calls them in order. That function is run once here with
-symbols in place of tensors, which gives the order of the calls and where every buffer lies. From this a C++ loop is written: buffers of a step are laid out once,
-results of all steps lie in one block, carries are pointers into it. A loop over 64 rows then pays for arithmetic and not for calls.
+Inductor turns a step into C++ kernels, matrix products and a Python function that allocates buffers and calls them in order. That function is run once
+here with symbols in place of tensors, which gives the order of the calls and where every buffer lies. From this a C++ loop is written: buffers of a step
+are laid out once, results of all steps lie in one block, carries are pointers into it. A loop over 64 rows then pays for arithmetic and not for calls.
 
 Only what is understood is turned into a loop: dense kernels and matrix products of float32 and float64 on a CPU. Anything else raises :class:`Unsupported`, and
 ``frl.scan`` calls the step from Python as before. Rows that are independent can be split into shards that run on threads of their own.
@@ -11,17 +11,23 @@ Only what is understood is turned into a loop: dense kernels and matrix products
 from __future__ import annotations
 
 import ctypes
+import functools
 import re
+import time
 import types
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from frl import philox
+
 _ALIGN = 64
+_C_TYPES = {torch.float32: "float", torch.float64: "double", torch.int64: "int64_t", torch.int32: "int32_t", torch.bool: "bool"}
 _GEMM = {torch.float32: ("sgemm_", "float"), torch.float64: ("dgemm_", "double")}
 
 
@@ -71,13 +77,15 @@ class Sym:
 
 @dataclass
 class Program:
-    """Calls in order: ``("mm", a, b, out)``, ``("addmm", a, b, out, bias)``, ``("bmm", a, b, out)`` or ``("kernel", name, arguments)``."""
+    """Calls in order: ``("mm", a, b, out)``, ``("addmm", a, b, out, bias)``, ``("bmm", a, b, out)``, ``("philox", operands, out, c0, c2)``,
+    ``("cumsum", x, out, dim)`` or ``("kernel", name, arguments)``."""
 
     storages: list[Storage]
     inputs: list[Sym]
     outputs: list[Sym] = field(default_factory=list)
     calls: list[tuple] = field(default_factory=list)
     kernels: dict[str, tuple[list[str], str]] = field(default_factory=dict)  # name: C types of the arguments, source
+    threads: int = 1  # for the calls that are no kernels
 
 
 class _Kernel:
@@ -119,12 +127,33 @@ def compile_kernels(call: Callable) -> None:
         names.update({name: value.load() for name, value in waiting.items()})
 
 
-def trace(call: Callable, examples: Sequence[Tensor]) -> Program:
+class _Torch:
+    """The module ``torch`` with the operations that native code replaces."""
+
+    def __init__(self, random_words: Callable, cumsum: Callable) -> None:
+        space = types.SimpleNamespace
+        self.ops = space(frl=space(philox=space(default=random_words)), aten=space(cumsum=space(default=cumsum)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def _dense(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor."""
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(strides))
+
+
+def trace(call: Callable, examples: Sequence[Tensor], threads: int | None = None) -> Program:
     """What a generated function does.
 
     Args:
         call: made by Inductor under :func:`deferring_kernels`.
         examples: tensors (fake ones suffice) with the shapes, strides and dtypes of its inputs.
+        threads: number of threads that it was generated for, torch's by default.
 
     Raises:
         Unsupported: it does something else than allocate, call kernels and multiply matrices.
@@ -142,7 +171,7 @@ def trace(call: Callable, examples: Sequence[Tensor]) -> Program:
         count = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) if all(shape) else 0
         return Sym(new(count * x.dtype.itemsize, **facts), 0, shape, stride, x.dtype)
 
-    program = Program(storages, [symbol(x, input=i) for i, x in enumerate(examples)])
+    program = Program(storages, [symbol(x, input=i) for i, x in enumerate(examples)], threads=torch.get_num_threads() if threads is None else threads)
 
     def empty(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Sym:
         count = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) if all(shape) else 0
@@ -173,6 +202,21 @@ def trace(call: Callable, examples: Sequence[Tensor]) -> Program:
 
             return product
 
+    def random_words(*args: Any) -> Sym:
+        *operands, c0, c2 = args
+        operands = [known(x) for x in operands]
+        out = empty((shape := (*torch.broadcast_shapes(*(x.shape for x in operands)), 4)), _dense(shape), torch.int64)
+        program.calls.append(("philox", operands, out, c0, c2))
+        return out
+
+    def cumsum(x: Any, dim: int, dtype: torch.dtype | None = None) -> Sym:
+        x = known(x)
+        out = empty(x.shape, _dense(x.shape), dtype or x.dtype)
+        if x.dtype not in _C_TYPES or out.dtype not in _C_TYPES or not x.shape:
+            raise Unsupported(f"cumsum of {x.dtype} {x.shape}")
+        program.calls.append(("cumsum", x, out, dim % len(x.shape)))
+        return out
+
     names = dict(call.__globals__)  # pyright: ignore[reportFunctionMemberAccess]
     for name, kernel in [*names.get("_frl_kernels", {}).items(), *((n, k) for n, k in names.items() if isinstance(k, _Kernel))]:
 
@@ -181,7 +225,7 @@ def trace(call: Callable, examples: Sequence[Tensor]) -> Program:
             program.calls.append(("kernel", name, [known(x) for x in args]))
 
         names[name] = record
-    names.update(empty_strided_cpu=empty, reinterpret_tensor=view, extern_kernels=Products())
+    names.update(empty_strided_cpu=empty, reinterpret_tensor=view, extern_kernels=Products(), torch=_Torch(random_words, cumsum))
     function = getattr(call, "__func__", call)
     recorded = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     owner = [call.__self__] if hasattr(call, "__self__") else []  # pyright: ignore[reportFunctionMemberAccess]
@@ -201,9 +245,11 @@ _PREFIX = """
 #include <torch/csrc/inductor/cpp_prefix.h>
 #include <cstring>
 #include <exception>
-extern "C" void sgemm_(const char*, const char*, const int*, const int*, const int*, const float*, const float*, const int*, const float*, const int*, const float*, float*, const int*);
-extern "C" void dgemm_(const char*, const char*, const int*, const int*, const int*, const double*, const double*, const int*, const double*, const int*, const double*, double*, const int*);
-extern "C" int mkl_set_num_threads_local(int) __attribute__((weak));
+#define FRL_GEMM(name, T) extern "C" void name( \
+    const char*, const char*, const int*, const int*, const int*, const T*, const T*, const int*, const T*, const int*, const T*, T*, const int*);
+FRL_GEMM(sgemm_, float)
+FRL_GEMM(dgemm_, double)
+extern "C" int MKL_Set_Num_Threads_Local(int) __attribute__((weak));
 
 struct Table { char* const* base; const int64_t* step; const int64_t* ring; char* const* start; };
 static inline char* place_of(const Table& f, int i, int64_t t) { return f.base[i] + (f.ring[i] ? t % f.ring[i] : t) * f.step[i]; }
@@ -219,9 +265,9 @@ extern "C" int frl_loop(int64_t length, int shards, const Table* tables) {
   }
   #pragma omp parallel for num_threads(shards) schedule(static, 1) reduction(|:failed)
   for (int s = 0; s < shards; ++s) {
-    const int before = mkl_set_num_threads_local ? mkl_set_num_threads_local(1) : 0;
+    const int before = MKL_Set_Num_Threads_Local ? MKL_Set_Num_Threads_Local(1) : 0;
     try { run(length, tables[s]); } catch (const std::exception&) { failed |= 1; }
-    if (mkl_set_num_threads_local) mkl_set_num_threads_local(before);
+    if (MKL_Set_Num_Threads_Local) MKL_Set_Num_Threads_Local(before);
   }
   return failed;
 }
@@ -266,6 +312,8 @@ def _product(a: Sym, b: Sym, out: Sym, place: Callable[[Sym], str], beta: int = 
 def _source(program: Program, body: list[str]) -> str:
     """A C++ file with the kernels of a program and ``run``, whose body is given."""
     parts = [_PREFIX]
+    if any(call[0] == "philox" for call in program.calls):
+        parts.append(philox.SOURCE)
     for i, (_, source) in enumerate(program.kernels.values()):
         # The flag for integer division by zero is shared by all threads; without it such a division raises at once.
         lines = [line for line in source.splitlines() if "inductor_cpu_integer_div_error" not in line and not line.startswith("#include")]
@@ -277,14 +325,41 @@ def _source(program: Program, body: list[str]) -> str:
     return "\n".join(parts)
 
 
+def _running_sum(x: Sym, out: Sym, dim: int, place: Callable[[Sym], str]) -> str:
+    """``cumsum`` along a dimension into a contiguous result."""
+    loops, source, target = [], [], []
+    for d, (n, a, b) in enumerate(zip(x.shape, x.stride, out.stride, strict=True)):
+        if d != dim:
+            loops.append(f"for (int64_t i{d} = 0; i{d} < {n}; ++i{d}) ")
+            source.append(f" + i{d} * {a}")
+            target.append(f" + i{d} * {b}")
+    kind, given = _C_TYPES[out.dtype], _C_TYPES[x.dtype]
+    return (
+        f"{''.join(loops)}{{ auto x = (const {given}*)({place(x)}){''.join(source)}; auto y = ({kind}*)({place(out)}){''.join(target)}; {kind} sum = 0; "
+        f"for (int64_t j = 0; j < {x.shape[dim]}; ++j) {{ sum += ({kind})x[j * {x.stride[dim]}]; y[j * {out.stride[dim]}] = sum; }} }}"
+    )
+
+
+def _symbols(call: tuple) -> list[Sym]:
+    """Tensors that a call reads or writes."""
+    if call[0] == "kernel":
+        return call[2]
+    parts = [*call[1], *call[2:]] if call[0] == "philox" else call[1:]
+    return [x for x in parts if isinstance(x, Sym)]
+
+
 def _calls(program: Program, place: Callable[[Sym], str], replaced: dict[int, str]) -> list[str]:
     """Statements of one step. A product whose call is in ``replaced`` is added to the place named there."""
     numbers = {name: i for i, name in enumerate(program.kernels)}
+    threads = program.threads
     lines = []
     for i, call in enumerate(program.calls):
         if call[0] == "mm":
             _, a, b, out = call
-            lines.append(_product(a, b, out, (lambda x, i=i, out=out: replaced[i] if x.storage is out.storage else place(x)) if i in replaced else place, i in replaced))
+            if i in replaced:
+                lines.append(_product(a, b, out, lambda x, i=i, out=out: replaced[i] if x.storage is out.storage else place(x), 1))
+            else:
+                lines.append(_product(a, b, out, place))
         elif call[0] == "addmm":
             _, a, b, out, bias = call
             if bias.dtype != out.dtype or len(bias.shape) > 2 or out.dtype not in _GEMM:
@@ -299,8 +374,22 @@ def _calls(program: Program, place: Callable[[Sym], str], replaced: dict[int, st
             lines.append(_product(a, b, out, place, 1))
         elif call[0] == "bmm":
             for member in range(call[3].shape[0]):
-                one = lambda x, k=member: Sym(x.storage, x.offset + k * x.stride[0] * x.dtype.itemsize, x.shape[1:], x.stride[1:], x.dtype)
-                lines.append(_product(*map(one, call[1:]), place))
+                a, b, out = (Sym(x.storage, x.offset + member * x.stride[0] * x.dtype.itemsize, x.shape[1:], x.stride[1:], x.dtype) for x in call[1:])
+                lines.append(_product(a, b, out, place))
+        elif call[0] == "cumsum":
+            _, x, out, dim = call
+            lines.append(_running_sum(x, out, dim, place))
+        elif call[0] == "philox":
+            _, operands, out, c0, c2 = call
+            if 0 in out.shape:
+                continue
+            shape, strides = philox.layout(*(torch.empty_strided(x.shape, x.stride, dtype=torch.int64, device="meta") for x in operands))
+            integers = lambda name, values: f"const int64_t {name}[] = {{{', '.join(map(str, values or [1]))}}};"
+            pointers = ", ".join(f"(const int64_t*)({place(x)})" for x in operands)
+            lines.append(
+                f"{{ {integers('shape', shape)} {integers('strides', strides)} const int64_t* const operands[] = {{{pointers}}}; "
+                f"frl_philox({len(shape)}, shape, strides, operands, {c0}, {c2}, (int64_t*)({place(out)}), {threads}); }}"
+            )
         else:
             _, name, args = call
             kinds = program.kernels[name][0]
@@ -308,6 +397,24 @@ def _calls(program: Program, place: Callable[[Sym], str], replaced: dict[int, st
                 raise Unsupported("a kernel with an argument that is no tensor")
             lines.append(f"kernel_{numbers[name]}({', '.join(f'({kind})({place(x)})' for kind, x in zip(kinds, args, strict=True))});")
     return lines
+
+
+_waited = 0.0
+
+
+def waited_seconds() -> float:
+    """Wall-clock seconds that this process has waited for libraries so far."""
+    return _waited
+
+
+@functools.cache
+def has_products() -> bool:
+    """Whether torch's library offers the matrix products that a loop calls."""
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+    except OSError:
+        return False
+    return all(hasattr(library, name) for name, _ in _GEMM.values())
 
 
 class _Build:
@@ -319,9 +426,12 @@ class _Build:
         self._pool = ThreadPoolExecutor(1)
         self._get = CppCodeCache.load_async(source, "cpu", self._pool.submit, needs_vec_isa=True)
 
-    def load(self) -> Callable[[int, int, Any], int]:
+    def load(self) -> Callable[[Any, int, Any], int]:
+        global _waited
+        start = time.perf_counter()
         library = self._get()
         self._pool.shutdown(wait=False)
+        _waited += time.perf_counter() - start
         return library.frl_loop
 
 
@@ -377,6 +487,7 @@ class _Side:
         self.kept: dict[int, int] = {}  # storage: slots, 0 for one in each step
         self.direct: dict[int, int] = {}  # storage: result that is written in place
         self.copies: list[tuple[Sym, int]] = []  # (result, storage that gets a copy)
+        self._layouts: dict[int, tuple[dict[int, tuple[int, int, int]], int]] = {}
 
     def own(self, nbytes: int) -> Storage:
         self.program.storages.append(Storage(len(self.program.storages), nbytes))
@@ -395,6 +506,13 @@ class _Side:
 
     def layout(self, length: int) -> tuple[dict[int, tuple[int, int, int]], int]:
         """``{storage: (offset, step, ring)}`` of what lies in memory of our own, and its size."""
+        if length not in self._layouts:
+            if len(self._layouts) > 8:
+                self._layouts.clear()
+            self._layouts[length] = self._lay_out(length)
+        return self._layouts[length]
+
+    def _lay_out(self, length: int) -> tuple[dict[int, tuple[int, int, int]], int]:
         places, end = {}, 0
         for s in self.program.storages:
             if s.input is not None or s.constant is not None or s.index in self.direct:
@@ -442,9 +560,12 @@ class Loop:
             side.direct[x.storage.index] = j
             self.ys.append(x)
         self.saved = saved
+        storages = forward.storages
+        self._constants = [(s.index, s.constant) for s in storages if s.constant is not None]
+        self._inputs = [(s.index, s.input, s.nbytes if s.input >= n_params + n_carry else 0) for s in storages if s.input is not None]
         self._pool: dict[int, list[Tensor]] = {}
         self._builds = [_Build(_source(forward, self._forward_body()))]
-        self._calls: list[Callable] = []
+        self._calls: dict[int, Callable] = {}
         self.backward_side: _Side | None = None
 
     # -- code --------------------------------------------------------------------------------------------------------------------------------------
@@ -491,7 +612,7 @@ class Loop:
         sums: list[str] = []
         uses: dict[int, int] = {}
         for call in backward.calls:
-            for x in call[2] if call[0] == "kernel" else call[1:]:
+            for x in _symbols(call):
                 uses[x.storage.index] = uses.get(x.storage.index, 0) + 1
         for x in backward.outputs:
             uses[x.storage.index] = uses.get(x.storage.index, 0) + 1
@@ -533,6 +654,8 @@ class Loop:
                 self.x_grads.append(x.storage.index)
         # A parameter's gradient must not share memory with what is kept or written in place.
         self.zero = side.own(max([1, *(x.nbytes for x in self.carry)]))
+        side.direct[self.zero.index] = -1
+        self._zeros = torch.zeros(self.zero.nbytes, dtype=torch.uint8)
         cotangents = [i for i, need in enumerate(out_needs) if need]
         self.ct_carry = [i for i in cotangents if i < n_carry]
         self.ct_packs = [i - n_carry for i in cotangents if i >= n_carry]
@@ -545,7 +668,9 @@ class Loop:
             elif s.input is not None and s.input < n_saved + len(self.ct_carry):
                 k = self.ct_carry[s.input - n_saved]
                 x = self.carry_grads.get(k)
-                last = f"place_of(f, {self.shift + x.storage.index}, t + 1) + {x.offset}" if x is not None else f"place_of(f, {self.shift + self.zero.index}, t)"
+                last = (
+                    f"place_of(f, {self.shift + x.storage.index}, t + 1) + {x.offset}" if x is not None else f"place_of(f, {self.shift + self.zero.index}, t)"
+                )
                 place = f"(t == length - 1 ? f.start[{n_carry + s.input - n_saved}] : {last})"
             lines.append(f"  char* const b{s.index} = {place};")
         lines += [f"  {line}" for line in _calls(backward, lambda x: f"b{x.storage.index} + {x.offset}", replaced)]
@@ -553,35 +678,47 @@ class Loop:
         lines += [f"  std::memcpy(b{index}, b{x.storage.index} + {x.offset}, {x.nbytes});" for x, index in side.copies]
         self._builds.append(_Build(_source(backward, [*lines, "}"])))
 
-    def load(self) -> Loop:
-        """Wait for the compiler."""
-        self._calls = [build.load() for build in self._builds]
-        return self
+    def load(self) -> None:
+        """Wait for the compiler now and not at the first run."""
+        for which, build in enumerate(self._builds):
+            if which not in self._calls:
+                self._calls[which] = build.load()
+
+    def once(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Results of a single run of a program without carry and xs."""
+        results = [torch.empty(y.shape, dtype=y.dtype) for y in self.ys]
+        self.forward([(inputs, (), ())], [results], 1)
+        return results
 
     # -- running -----------------------------------------------------------------------------------------------------------------------------------
 
     def _launch(self, which: int, length: int, tables: Sequence[tuple[list[int], list[int], list[int], list[int]]]) -> None:
+        if which not in self._calls:
+            self._calls[which] = self._builds[which].load()
         held, rows = [], (_Table * len(tables))()
         for row, (base, step, ring, start) in zip(rows, tables, strict=True):
             arrays = (_pointers(base), _integers(step), _integers(ring), _pointers(start))
             held.append(arrays)
-            for (name, _), array in zip(_Table._fields_, arrays, strict=True):
+            for name, array in zip(("base", "step", "ring", "start"), arrays, strict=True):
                 setattr(row, name, ctypes.cast(array, ctypes.c_void_p))
         if self._calls[which](ctypes.c_int64(length), len(tables), ctypes.byref(rows)):
             raise RuntimeError("a step divided an integer by zero")
 
-    def forward(self, shards: Sequence[tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]], ys: Sequence[Sequence[Tensor]] | None) -> tuple[list[list[Tensor]], Pass]:
+    def forward(
+        self, shards: Sequence[tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]], ys: Sequence[Sequence[Tensor]] | None, length: int | None = None
+    ) -> tuple[list[list[Tensor]], Pass]:
         """Run all steps of ``xs``.
 
         Args:
             shards: ``(params, carry, xs)`` of contiguous tensors for each shard.
             ys: for each shard ``[T, ...]`` for every y; ``None`` when they are not wanted.
+            length: number of steps where there are no xs.
 
         Returns:
             Last carries, in memory of their own, and what the backward pass needs.
         """
-        side, (n_params, n_carry, _, _) = self.forward_side, self.counts
-        length = shards[0][2][0].shape[0]
+        side = self.forward_side
+        length = shards[0][2][0].shape[0] if length is None else length
         places, nbytes = side.layout(length)
         n = len(side.program.storages)
         step, ring = [0] * n, [0] * n
@@ -592,16 +729,14 @@ class Loop:
             memory = _Memory(self._pool, nbytes)
             origin = memory.block.data_ptr()
             base = [0] * n
+            for index, (offset, _, _) in places.items():
+                base[index] = origin + offset
+            for index, x in self._constants:
+                base[index] = x.data_ptr()
             inputs = [*params, *carry, *xs]
-            for s in side.program.storages:
-                i = s.input
-                if s.constant is not None:
-                    base[s.index] = s.constant.data_ptr()
-                elif i is not None:
-                    base[s.index] = inputs[i].data_ptr()
-                    step[s.index] = inputs[i].stride(0) * inputs[i].element_size() if i >= n_params + n_carry and length > 1 else 0
-                elif s.index in places:
-                    base[s.index] = origin + places[s.index][0]
+            for index, i, per_step in self._inputs:
+                base[index] = inputs[i].data_ptr()
+                step[index] = per_step
             for j, y in enumerate(self.ys):
                 if ys is None:
                     # Nobody reads them: all steps write to one place.
@@ -625,7 +760,12 @@ class Loop:
         return memory.block[start : start + x.nbytes].clone().view(x.dtype).view(x.shape) if x.nbytes else torch.empty(x.shape, dtype=x.dtype)
 
     def backward(
-        self, done: Pass, ct_carry: Sequence[Sequence[Tensor]], ct_packs: Sequence[Sequence[Tensor]], total: Sequence[Sequence[Tensor]], x_grads: Sequence[Sequence[Tensor]]
+        self,
+        done: Pass,
+        ct_carry: Sequence[Sequence[Tensor]],
+        ct_packs: Sequence[Sequence[Tensor]],
+        total: Sequence[Sequence[Tensor]],
+        x_grads: Sequence[Sequence[Tensor]],
     ) -> list[list[Tensor]]:
         """Go back through the steps of a forward pass.
 
@@ -652,7 +792,7 @@ class Loop:
             memories.append(memory)
             origin = memory.block.data_ptr()
             base = [origin + places[i][0] if i in places else 0 for i in range(n)]
-            memory.block[places[self.zero.index][0] :][: self.zero.nbytes].zero_()
+            base[self.zero.index] = self._zeros.data_ptr()
             for s in side.program.storages:
                 if s.constant is not None:
                     base[s.index] = s.constant.data_ptr()
@@ -667,6 +807,9 @@ class Loop:
             tables.append(([*done.base[number], *base], [*done.step, *step], [*done.ring, *ring], start))
         self._launch(1, length, tables)
         return [
-            [torch.zeros(self.carry[k].shape, dtype=self.carry[k].dtype) if x is None else self._read(memory, places, x, 0) for k, x in self.carry_grads.items()]
+            [
+                torch.zeros(self.carry[k].shape, dtype=self.carry[k].dtype) if x is None else self._read(memory, places, x, 0)
+                for k, x in self.carry_grads.items()
+            ]
             for memory in memories
         ]

@@ -18,7 +18,7 @@ from frl.envs.vector import VecEnv, VecState
 from frl.gradients import clip_adjoint, clip_adjoint_tree
 from frl.packing import Packing
 from frl.returns import alive_mask
-from frl.scan import scan
+from frl.scan import scan, scan_shards
 from frl.types import Normalizer, PyTree, Trajectory
 
 FIELDS = ("obs", "final_obs", "action", "raw", "log_prob", "entropy", "metrics")
@@ -56,6 +56,7 @@ def make_unroll(
     adjoint_limits: Sequence[str] = (),
     horizon: int | None = None,
     steps_per_graph: int = 1,
+    shards: int | None = None,
     memory: str = "save",
     mode: str = "inductor",
 ) -> Callable[..., tuple[VecState, Trajectory]]:
@@ -74,7 +75,9 @@ def make_unroll(
         segment_length: detach the env state every so many steps (truncated back-propagation); ``None`` never.
         adjoint_limits: which limits of ``hyper`` to apply: ``"action_adjoint_max_norm"``, ``"state_adjoint_max_norm"``.
         horizon: the usual number of steps: fresh states for that many are drawn by one graph. Other numbers work too, in blocks.
-        steps_per_graph: steps compiled together.
+        steps_per_graph: steps compiled together; one when the rows are split into shards.
+        shards: threads that each run the loop for a part of the rows (mode ``"inductor"`` on a CPU); by default the threads of torch when each gets at
+            least 128 rows. The sum of the parts' gradients differs from the whole's by rounding.
         memory, mode: see :func:`frl.scan.scan`.
 
     Returns:
@@ -161,12 +164,21 @@ def make_unroll(
             state = state._replace(steps=state.steps + BLOCK)
         return packs
 
-    def prepare(norm_state: PyTree, env_state: VecState, env_params: PyTree, noise: Tensor) -> tuple[PyTree, PyTree, PyTree, Tensor, list[Tensor]]:
-        """What the loop takes and no parameter touches: normalizer view and everything with rows last."""
+    def prepare(norm_state: PyTree, env_state: VecState, env_params: PyTree, noise: Tensor) -> tuple[PyTree, PyTree, list[PyTree], list[dict[str, Any]]]:
+        """What the loop takes and no parameter touches: normalizer view, environment parameters, and for each shard start state and xs with rows last."""
         view = normalizer.prepare(norm_state, noise.dtype) if normalizer is not None else ()
-        # Keys and step numbers only choose the fresh states, which are drawn already: they stay outside the loop.
-        state = tree.map(lambda x: x.movedim(0, -1).contiguous(), env_state._replace(key=(), steps=()))
-        return view, vec.rows_last(env_params), state, noise.movedim(1, -1).contiguous(), draw_resets(env_state, env_params, noise.shape[0])
+        length, count = noise.shape[:2]
+        size = count // _shard_count(vec, env_params, count, mode, shards)
+        starts, xs = [], []
+        for at in range(0, count, size):
+            part = tree.map(lambda x: x[at : at + size], env_state) if size < count else env_state  # noqa: B023
+            # Keys and step numbers only choose the fresh states, which are drawn already: they stay outside the loop.
+            starts.append(tree.map(lambda x: x.movedim(0, -1).contiguous(), part._replace(key=(), steps=())))
+            x: dict[str, Any] = {"noise": noise[:, at : at + size].movedim(1, -1).contiguous(), "fresh": draw_resets(part, env_params, length)}
+            if complete:
+                x["t"] = torch.arange(length, device=noise.device)
+            xs.append(x)
+        return view, vec.rows_last(env_params), starts, xs
 
     def unroll(
         params: PyTree,
@@ -176,27 +188,31 @@ def make_unroll(
         noise: Tensor,
         *,
         hyper: Mapping[str, Tensor] | None = None,
-        probe: Any = (),
+        probe: Tensor | tuple = (),
     ) -> tuple[Any, Trajectory]:
         hyper = hyper or {}
         length = noise.shape[0]
         if length == 0:
             raise ValueError("a rollout needs at least one step, got noise with leading dimension 0")
         limits = {name: hyper[name] for name in adjoint_limits}
-        view, by_row, state, drawn, fresh = compiler.outside(prepare, norm_state, env_state, env_params, noise)
+        view, by_row, states, xs = compiler.outside(prepare, norm_state, env_state, env_params, noise)
         consts = (params, view, by_row, limits)
-        xs: dict[str, Any] = {"noise": drawn, "fresh": fresh}
-        if complete:
-            xs["t"] = torch.arange(length, device=noise.device)
-        if not (isinstance(probe, tuple) and probe == ()):
-            xs["probe"] = tree.map(lambda x: x.movedim(1, -1), probe)
+        if isinstance(probe, Tensor):
+            width = probe.shape[1] // len(xs)
+            for i, x in enumerate(xs):
+                x["probe"] = probe[:, i * width : (i + 1) * width].movedim(1, -1)
         size = segment_length or length
         parts = []
         for start in range(0, length, size):
             if start:
-                state = tree.detach(state)
-            part = tree.map(lambda x: x[start : start + size], xs) if size < length else xs  # noqa: B023
-            state, y = scan(step, consts, state, part, unroll=steps_per_graph, memory=memory, mode=mode)
+                states = [tree.detach(state) for state in states]
+            part = [tree.map(lambda v: v[start : start + size], x) for x in xs] if size < length else xs  # noqa: B023
+            if len(xs) > 1:
+                states, ys = zip(*scan_shards(step, consts, states, part, memory=memory, mode=mode), strict=True)
+                y = _join(ys)
+            else:
+                state, y = scan(step, consts, states[0], part[0], unroll=steps_per_graph, memory=memory, mode=mode)
+                states = [state]
             parts.append(y)
         y: Any = tree.map(lambda *leaves: torch.cat(leaves), *parts) if len(parts) > 1 else parts[0]
         y = compiler.map_outside(lambda x: x.movedim(-1, 1), y)
@@ -214,10 +230,28 @@ def make_unroll(
             metrics=y.get("metrics", {}),
             initial_obs=tree.index(y["obs"], 0) if "obs" in y else (),
         )
+        state = states[0] if len(states) == 1 else _join(states)
         state = compiler.map_outside(lambda x: x.movedim(-1, 0).contiguous(), state)
         return state._replace(key=env_state.key, steps=env_state.steps + length), trajectory
 
     return unroll
+
+
+_SHARD_ROWS = 128  # below this a thread of its own costs more than it brings
+
+
+def _shard_count(vec: VecEnv, env_params: PyTree, rows: int, mode: str, shards: int | None) -> int:
+    """Into how many shards the rows of a rollout go."""
+    if mode != "inductor" or vec.device.type != "cpu" or vec.varies_by_row(env_params):
+        return 1
+    count = torch.get_num_threads() if shards is None else shards
+    return count if count > 1 and rows % count == 0 and (shards is not None or rows // count >= _SHARD_ROWS) else 1
+
+
+def _join(parts: Sequence[PyTree]) -> PyTree:
+    """Rows of all shards, in the last dimension."""
+    leaves, structures = zip(*map(tree.flatten, parts), strict=True)
+    return tree.unflatten(structures[0], [compiler.outside(torch.cat, column, -1) for column in zip(*leaves, strict=True)])
 
 
 def _bounds(vec: VecEnv) -> tuple[Tensor, Tensor]:

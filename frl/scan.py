@@ -80,6 +80,48 @@ def scan(
     return _scan(step, params, carry, xs, memory, mode)
 
 
+def scan_shards(
+    step: Callable[[Any, Carry, Any], tuple[Carry, Any]],
+    params: Any,
+    carries: Sequence[Carry],
+    xs: Sequence[Any],
+    *,
+    memory: str = "save",
+    mode: str = "inductor",
+) -> list[tuple[Carry, Any]]:
+    """``[scan(step, params, c, x) for c, x in zip(carries, xs)]``, side by side on one thread each where the step has a native loop.
+
+    Args:
+        step, params, memory, mode: see :func:`scan`.
+        carries, xs: one for each shard, alike in structure, shapes and dtypes.
+
+    Raises:
+        ValueError: as :func:`scan`, and for shards that differ.
+    """
+    first = (carries[0], xs[0])
+    for other in zip(carries[1:], xs[1:], strict=True):
+        tree.check_same(other, first, "a shard")
+    if len(carries) > 1 and mode == "inductor" and not compiler.is_tracing():
+        p, p_tree = tree.flatten(params)
+        c, c_tree = tree.flatten(tuple(carries))
+        x, x_tree = tree.flatten(tuple(xs))
+        leaves = [*p, *c, *x]
+        if all(isinstance(leaf, Tensor) for leaf in leaves) and compiler.only_one_gradient(leaves):
+            _length(xs)
+            size, n_c, n_x = len(carries), len(c) // len(carries), len(x) // len(carries)
+            needs = _needs(leaves)
+            one = lambda flags, n: [any(flags[i::n]) for i in range(n)]
+            merged = (*needs[: len(p)], *one(needs[len(p) : len(p) + len(c)], n_c), *one(needs[len(p) + len(c) :], n_x))
+            trees = (p_tree, tree.flatten(carries[0])[1], tree.flatten(xs[0])[1])
+            plan, y_tree = _plan(step, trees, (len(p), n_c, n_x), [*p, *c[:n_c], *x[:n_x]], merged, memory, mode)
+            if (loop := plan.loop(plan.differentiable, size)) is not None:
+                outputs = _run(_Shards(plan, loop, size), leaves)
+                n_out = len(outputs) // size
+                parts = [outputs[i * n_out : (i + 1) * n_out] for i in range(size)]
+                return [(tree.unflatten(trees[1], part[:n_c]), tree.unflatten(y_tree, part[n_c:])) for part in parts]
+    return [scan(step, params, c, x, memory=memory, mode=mode) for c, x in zip(carries, xs, strict=True)]
+
+
 def _length(xs: Any) -> int:
     leaves = tree.leaves(xs)
     if not leaves:
@@ -326,7 +368,7 @@ class NativeRun:
                 [[x[part] for x in row] for row in x_grads],
             )
             carries = [dict(zip(needed, row, strict=True)) for row in grads]
-        sums = [torch.stack(parts).sum(0) if len(parts) > 1 else parts[0] for parts in zip(*total, strict=True)]
+        sums = total[0] if len(total) == 1 else [torch.stack(column).sum(0) for column in zip(*total, strict=True)]
 
         def filled(values: Sequence[Tensor], of: slice, *lead: int) -> list[Tensor]:
             given = iter(values)
@@ -373,26 +415,73 @@ def _scan(step: Callable, params: Any, carry: Any, xs: Any, memory: str, mode: s
             if isinstance(leaf, Tensor):
                 continue
             raise ValueError(f"scan takes tensors only, got {type(leaf).__name__} at {name}; make it a 0-d tensor, or close over it if it never changes")
-    needs = tuple((leaf.is_floating_point() or leaf.is_complex()) and compiler.is_tracked(leaf) for leaf in leaves)
-    shapes = tuple((leaf.shape if i < len(p) + len(c) else leaf.shape[1:], leaf.dtype, leaf.device) for i, leaf in enumerate(leaves))
-    key = (step, p_tree, c_tree, x_tree, shapes, needs, memory, mode)
-    found = _plans.get(key)
-    if found is None:
-        found = _make_plan(step, (p_tree, c_tree, x_tree), (len(p), len(c), len(x)), shapes, needs, memory, mode)
-        _plans[key] = found
-        if len(_plans) > _CACHE_LIMIT:
-            _plans.popitem(last=False)
-    plan, y_tree = found
+    plan, y_tree = _plan(step, (p_tree, c_tree, x_tree), (len(p), len(c), len(x)), leaves, _needs(leaves), memory, mode)
     # When nothing is recorded, needs is all False and the loop is an ordinary function.
-    if plan.differentiable and compiler.only_gradients():
-        outputs = _apply_light(plan, leaves)
-    elif any(compiler.is_transformed(leaf) for leaf in leaves):
-        outputs = _Scan.apply(plan, *leaves)[:-1]
+    if plan.differentiable and not compiler.only_gradients() or not plan.differentiable and any(compiler.is_transformed(leaf) for leaf in leaves):
+        outputs = list(_Scan.apply(plan, *leaves)[:-1])
     else:
-        with compiler.below_transforms():
-            outputs = plan.run([compiler.plain(x) for x in leaves])
+        outputs = _run(plan, leaves)
     n_carry = len(c)
     return tree.unflatten(c_tree, outputs[:n_carry]), tree.unflatten(y_tree, outputs[n_carry:])
+
+
+def _needs(leaves: Sequence[Tensor]) -> tuple[bool, ...]:
+    return tuple((leaf.is_floating_point() or leaf.is_complex()) and compiler.is_tracked(leaf) for leaf in leaves)
+
+
+def _plan(step: Callable, trees: tuple, counts: tuple, leaves: Sequence[Tensor], needs: tuple[bool, ...], memory: str, mode: str) -> tuple[_Plan, Any]:
+    """The plan for these shapes and needs, and the structure of y."""
+    before_x = counts[0] + counts[1]
+    shapes = tuple((leaf.shape if i < before_x else leaf.shape[1:], leaf.dtype, leaf.device) for i, leaf in enumerate(leaves))
+    key = (step, *trees, shapes, needs, memory, mode)
+    if key not in _plans:
+        _plans[key] = _make_plan(step, trees, counts, shapes, needs, memory, mode)
+        if len(_plans) > _CACHE_LIMIT:
+            _plans.popitem(last=False)
+    return _plans[key]
+
+
+def _run(plan: _Plan | _Shards, leaves: list[Tensor]) -> list[Tensor]:
+    """Outputs where no transform but ``grad`` is active, or nothing is recorded."""
+    if plan.differentiable:
+        return _apply_light(plan, leaves)
+    with compiler.below_transforms():
+        return plan.run([compiler.plain(x) for x in leaves])
+
+
+class _Shards:
+    """A plan's native loop over several carries and xs, as a plan over all of them: leaves are params, carries, xs; outputs go shard by shard."""
+
+    def __init__(self, plan: _Plan, loop: Loop, size: int) -> None:
+        self.plan, self.native, self.size = plan, loop, size
+        self.needs = self._repeat(plan.needs)
+        self.call_needs = self._repeat(plan.call_needs)
+        self.output_flags = plan.output_flags * size
+        self.differentiable = plan.differentiable
+
+    def _repeat(self, flags: Sequence[bool]) -> tuple[bool, ...]:
+        params, carry, xs = self.plan.split(flags)
+        return (*params, *carry * self.size, *xs * self.size)
+
+    def _native(self, leaves: Sequence[Tensor]) -> NativeRun:
+        n_params, n_carry, n_x, _ = self.plan.counts
+        leaves = [x.contiguous() for x in leaves]
+        params, rest = leaves[:n_params], leaves[n_params:]
+        carries, xs = rest[: n_carry * self.size], rest[n_carry * self.size :]
+        shards = [(carries[i * n_carry : (i + 1) * n_carry], xs[i * n_x : (i + 1) * n_x]) for i in range(self.size)]
+        return NativeRun(self.plan, self.native, params, shards)
+
+    def run(self, leaves: Sequence[Tensor]) -> list[Tensor]:
+        return [y for part in self._native(leaves).forward() for y in part]
+
+    def run_saving(self, leaves: Sequence[Tensor]) -> tuple[list[Tensor], NativeRun]:
+        run = self._native(leaves)
+        return [y for part in run.forward() for y in part], run
+
+    def pull_back(self, residual: NativeRun, cotangents: Sequence[Tensor]) -> list[Tensor]:
+        size = len(cotangents) // self.size
+        params, shards = residual.backward([cotangents[i * size : (i + 1) * size] for i in range(self.size)])
+        return [*params, *(g for carry, _ in shards for g in carry), *(g for _, xs in shards for g in xs)]
 
 
 def _make_plan(step: Callable, trees: tuple, counts: tuple, shapes: tuple, needs: tuple, memory: str, mode: str) -> tuple[_Plan, Any]:
@@ -483,7 +572,7 @@ class _Constants:
             raise RuntimeError("one of the tensors that frl.scan needs for its gradient has been modified by an inplace operation")
 
 
-def _apply_light(plan: _Plan, leaves: list[Tensor]) -> list[Tensor]:
+def _apply_light(plan: _Plan | _Shards, leaves: list[Tensor]) -> list[Tensor]:
     """The differentiable loop when only ``grad`` and ``vjp`` levels are active: what carries no history goes in and comes out beside the transforms."""
     asked = plan.call_needs
     constants = _Constants([None if need else compiler.plain(x) for x, need in zip(leaves, asked, strict=True)])
@@ -496,7 +585,7 @@ class _LightScan(Function):
     """As ``_Scan`` with constant inputs and outputs in opaque boxes. The last output's box also holds the residual."""
 
     @staticmethod
-    def forward(plan: _Plan, constants: _Constants, *tracked: Tensor) -> tuple:
+    def forward(plan: _Plan | _Shards, constants: _Constants, *tracked: Tensor) -> tuple:
         outputs, residual = plan.run_saving(_merge(constants, tracked))
         flags = plan.output_flags
         box = _Constants([None if flag else x for x, flag in zip(outputs, flags, strict=True)], residual)
@@ -514,6 +603,8 @@ class _LightScan(Function):
         ctx.constants.check()
         given = cotangents[:-1]
         if any(compiler.has_lower_history(x) for x in (*tracked, *given)):
+            if isinstance(plan, _Shards):
+                raise RuntimeError("a loop over shards was entered with one gradient and is differentiated by two; this is a fault in frl")
             grads = _PullBack.apply(plan, ctx.residual, *_merge(ctx.constants, tracked), *given)
         else:
             with compiler.below_transforms():
@@ -639,7 +730,7 @@ def _batch_inputs(plan: _Plan, leaves: Sequence[Tensor], dims: Sequence[int | No
     return moved, tuple(flat_dims)
 
 
-def _spread(plan: _Plan, leaves: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
+def _spread(plan: _Plan | _Shards, leaves: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
     """Cotangents at their places among all outputs; the places of non-differentiable outputs are never read."""
     values = iter(given)
     return [next(values) if need else leaves[0] for need in plan.output_flags]

@@ -172,6 +172,10 @@ class VecEnv:
             tree.check_same(env_params, self.env.default_params, f"env_params of {self.env.spec.name}")
         return [x.ndim > d.ndim for x, d in zip(given, defaults, strict=True)]
 
+    def varies_by_row(self, env_params: PyTree) -> bool:
+        """Whether a parameter differs by row."""
+        return any(self._by_row(env_params))
+
     def _rows_first(self, env_params: PyTree, rows: int) -> PyTree:
         if rows == 0:
             return env_params
