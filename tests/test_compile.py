@@ -268,7 +268,7 @@ def test_a_missing_compiler_gives_one_warning_and_eager_results(monkeypatch):
     def fail(*args, **kwargs):
         raise InvalidCxxCompiler
 
-    monkeypatch.setattr(compiler, "_inductor", fail)
+    monkeypatch.setattr(compiler, "_generate", fail)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         got = rollout_gradient("inductor"), rollout_gradient("inductor")
