@@ -17,7 +17,8 @@ from __future__ import annotations
 import math
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -581,6 +582,20 @@ def _apply_light(plan: _Plan | _Shards, leaves: list[Tensor]) -> list[Tensor]:
     return [next(tracked) if x is None else x for x in rest.values]
 
 
+_taken_once = False
+
+
+@contextmanager
+def gradient_taken_once() -> Iterator[None]:
+    """For a caller who takes one gradient through the loops inside and gives nobody the means to differentiate it at the same level: spares the guard."""
+    global _taken_once
+    before, _taken_once = _taken_once, True
+    try:
+        yield
+    finally:
+        _taken_once = before
+
+
 class _LightScan(Function):
     """As ``_Scan`` with constant inputs and outputs in opaque boxes. The last output's box also holds the residual."""
 
@@ -595,6 +610,7 @@ class _LightScan(Function):
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
         ctx.plan, ctx.constants, *tracked = inputs
         ctx.residual = output[-1].residual
+        ctx.guarded = not _taken_once
         ctx.save_for_backward(*tracked)
 
     @staticmethod
@@ -610,8 +626,9 @@ class _LightScan(Function):
             with compiler.below_transforms():
                 plain = [compiler.plain(x.detach()) for x in given]
                 grads = plan.pull_back(ctx.residual, _spread(plan, ctx.constants.values, plain))
-            # Nothing outside can differentiate this backward; should something inside the same level try, it gets an error and not a zero.
-            grads = _Once.apply(tracked[0], *grads)
+            if ctx.guarded:
+                # Nothing outside can differentiate this backward; should something inside the same level try, it gets an error and not a zero.
+                grads = _Once.apply(tracked[0], *grads)
         wanted = [asked for need, asked in zip(plan.needs, plan.call_needs, strict=True) if need]
         return (None, None, *(g for g, asked in zip(grads, wanted, strict=True) if asked))
 

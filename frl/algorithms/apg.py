@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ from frl.gradients import BatchedGradientNormStats, adjoint_norm_per_step, adjoi
 from frl.losses import apg_loss
 from frl.optim import apply_updates, global_norm
 from frl.rollout import ACTION_LIMIT, BLOCK, STATE_LIMIT, make_unroll
-from frl.scan import MEMORY
+from frl.scan import MEMORY, gradient_taken_once
 from frl.types import Algorithm, Hyper, Metrics, Normalizer, Optimizer, Params, PyTree, Rollout, TrainState, Trajectory
 
 
@@ -337,20 +338,21 @@ def make_apg(
         for part in parts:
             extra: dict[str, Any] = {"hyper": state.hyper} if built_in else {}
             probe = torch.zeros_like(part.noise) if probing else ()
-            results.append(
-                apg_gradient(
-                    roll,
-                    state.params,
-                    state.norm_state,
-                    part,
-                    gamma=state.hyper["gamma"],
-                    ent_coef=state.hyper["ent_coef"],
-                    complete=config.complete,
-                    unroll_kwargs=extra,
-                    probe=probe,
-                    on_forward=compile_ahead if ahead else None,
+            with gradient_taken_once() if built_in else nullcontext():
+                results.append(
+                    apg_gradient(
+                        roll,
+                        state.params,
+                        state.norm_state,
+                        part,
+                        gamma=state.hyper["gamma"],
+                        ent_coef=state.hyper["ent_coef"],
+                        complete=config.complete,
+                        unroll_kwargs=extra,
+                        probe=probe,
+                        on_forward=compile_ahead if ahead else None,
+                    )
                 )
-            )
         grads = [g for g, _ in results]
         terms = [{name: aux[name] for name in ("loss", "objective", "entropy")} for _, aux in results]
         for part, values in zip(parts, terms, strict=True):
