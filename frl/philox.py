@@ -7,8 +7,9 @@ they take none, and C++ is faster than what would be generated. Same words as :f
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -71,8 +72,6 @@ extern "C" void frl_philox(
 """
 _MAX_DIMS = 16
 _state = threading.local()
-_library: Any = None
-_lock = threading.Lock()
 
 
 def in_use() -> bool:
@@ -90,21 +89,15 @@ def as_one_operation(on: bool) -> Iterator[None]:
         _state.on = before
 
 
-def start_compiling() -> None:
-    """Have the C++ compiled in the background, once."""
-    global _library
-    with _lock:
-        if _library is None:
-            from torch._inductor.codecache import CppCodeCache
+@functools.cache
+def start_compiling() -> Callable[[], Any]:
+    """Have the C++ compiled in the background; the result waits for the library."""
+    from torch._inductor.codecache import CppCodeCache
 
-            pool = ThreadPoolExecutor(1)
-            _library = CppCodeCache.load_async(SOURCE, "cpu", pool.submit, needs_vec_isa=True)
-            pool.shutdown(wait=False)
-
-
-def _function() -> Any:
-    start_compiling()
-    return _library().frl_philox
+    pool = ThreadPoolExecutor(1)
+    wait = CppCodeCache.load_async(SOURCE, "cpu", pool.submit, needs_vec_isa=True)
+    pool.shutdown(wait=False)
+    return wait
 
 
 def layout(*operands: Tensor) -> tuple[list[int], list[int]]:
@@ -121,7 +114,7 @@ def philox(c1: Tensor, c3: Tensor, k0: Tensor, k1: Tensor, c0: int, c2: int) -> 
     shape, strides = layout(c1, c3, k0, k1)
     out = torch.empty((*shape, 4), dtype=torch.int64)
     if out.numel():
-        _function()(
+        start_compiling()().frl_philox(
             len(shape),
             (ctypes.c_int64 * len(shape))(*shape),
             (ctypes.c_int64 * len(strides))(*strides),

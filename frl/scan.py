@@ -19,6 +19,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
@@ -582,18 +583,17 @@ def _apply_light(plan: _Plan | _Shards, leaves: list[Tensor]) -> list[Tensor]:
     return [next(tracked) if x is None else x for x in rest.values]
 
 
-_taken_once = False
+_taken_once: ContextVar[bool] = ContextVar("taken_once", default=False)
 
 
 @contextmanager
 def gradient_taken_once() -> Iterator[None]:
     """For a caller who takes one gradient through the loops inside and gives nobody the means to differentiate it at the same level: spares the guard."""
-    global _taken_once
-    before, _taken_once = _taken_once, True
+    token = _taken_once.set(True)
     try:
         yield
     finally:
-        _taken_once = before
+        _taken_once.reset(token)
 
 
 class _LightScan(Function):
@@ -610,7 +610,7 @@ class _LightScan(Function):
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
         ctx.plan, ctx.constants, *tracked = inputs
         ctx.residual = output[-1].residual
-        ctx.guarded = not _taken_once
+        ctx.guarded = not _taken_once.get()
         ctx.save_for_backward(*tracked)
 
     @staticmethod
