@@ -13,7 +13,7 @@ from frl.commands.tables import number, print_table
 
 if TYPE_CHECKING:
     from frl.evaluate import EvaluationResult
-    from frl.load import LoadedRun
+    from frl.runtime import LoadedRun
 
 SCHEMA_VERSION = 1
 

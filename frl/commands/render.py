@@ -28,7 +28,8 @@ def run(arguments: argparse.Namespace) -> int:
     import dataclasses
 
     from frl.load import load_run, newest_run
-    from frl.render import SUFFIXES, play_episode, render_episode
+    from frl.play import play_episode
+    from frl.render import SUFFIXES, render_episode
 
     if arguments.output is not None and Path(arguments.output).suffix.lower() not in SUFFIXES:
         print(f"frl: --output must end in {' or '.join(SUFFIXES)}, got {arguments.output!r}", file=sys.stderr)
