@@ -49,9 +49,11 @@ def render_episode(episode: Episode, path: str | Path, *, fps: float = 25.0, fra
     path = Path(path)
     if path.suffix.lower() not in SUFFIXES:
         raise ValueError(f"a picture ends in {' or '.join(SUFFIXES)}, got {path.name!r}")
-    for name, value, low in (("fps", fps, 0), ("frames", frames, 1), ("width", width, 63)):
-        if isinstance(value, bool) or not math.isfinite(value) or value <= low:
-            raise ValueError(f"{name} must be above {low}, got {value!r}")
+    if isinstance(fps, bool) or not 0 < fps < math.inf:
+        raise ValueError(f"fps must be above 0, got {fps!r}")
+    for name, value, low in (("frames", frames, 1), ("width", width, 64)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+            raise ValueError(f"{name} must be at least {low}, got {value!r}")
     draw = _scene_drawer(episode, width) if episode.scenes else _signal_drawer(episode, title)
     if path.suffix.lower() == ".gif":
         steps, duration = _moments(episode, fps)
