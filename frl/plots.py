@@ -114,8 +114,9 @@ def plot_curves(
             ax.set(xlabel=x_label, ylabel=label, **({"ylim": limits[label]} if limits and label in limits else {}))
         for ax in axes[len(kept) :]:
             ax.set_visible(False)
-        handles = {label: handle for ax in axes for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
-        axes[0].legend(handles.values(), handles.keys(), loc="best", fontsize=8, framealpha=0.8)
+        handles = {label: handle for ax in reversed(axes) for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
+        if list(handles) != [title]:
+            axes[0].legend(handles.values(), handles.keys(), loc="best", fontsize=8, framealpha=0.8)
         figure.suptitle(title, fontsize=11) if title else None
         for path in files:
             path.parent.mkdir(parents=True, exist_ok=True)

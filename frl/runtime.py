@@ -104,7 +104,7 @@ class LoadedRun:
         seed: int | None = None,
         deterministic: bool = True,
         max_steps: int | None = None,
-        compile_mode: str | None = None,
+        compile_mode: str = "eager",
     ) -> EvaluationResult:
         """Play exactly ``num_episodes`` episodes on the rows of ``env``.
 
@@ -113,7 +113,8 @@ class LoadedRun:
             seed: :attr:`final_seed` by default.
             deterministic: act by the mode of the distribution.
             max_steps: cap on vector steps; the run's own by default.
-            compile_mode: a mode of :mod:`frl.compile`; the run's own by default.
+            compile_mode: a mode of :mod:`frl.compile`. Compiling takes longer than a few hundred episodes do; the run's own mode
+                (``config.trainer.compile_mode``) repeats its final evaluation bit for bit.
         """
         cfg = self.config.trainer
         evaluate = make_evaluator(
@@ -125,7 +126,7 @@ class LoadedRun:
             mode=cfg.evaluation_mode,
             max_steps=cfg.max_eval_steps if max_steps is None else max_steps,
             dtype=DTYPES[cfg.dtype],
-            compile_mode=cfg.compile_mode if compile_mode is None else compile_mode,
+            compile_mode=compile_mode,
         )
         episodes = (cfg.final_eval_episodes or 100) if num_episodes is None else num_episodes
         return evaluate(self.params, self.norm_state, num_episodes=episodes, seed=self.final_seed if seed is None else seed)

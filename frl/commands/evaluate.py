@@ -24,6 +24,7 @@ def add(commands: Any) -> argparse.ArgumentParser:
     add_run_options(parser)
     parser.add_argument("--episodes", type=count, metavar="N", help="episodes to play (default: those of the run's final evaluation)")
     parser.add_argument("--num-envs", type=count, metavar="N", help="rows that play them (default: trainer.num_eval_envs)")
+    parser.add_argument("--compile-mode", choices=("eager", "aot_eager", "inductor"), default="eager", help="inductor pays for many episodes (default: eager)")
     parser.add_argument("--output", metavar="DIR", help="where the evaluation's folder goes (default: evaluations in the run directory)")
     return parser
 
@@ -36,7 +37,13 @@ def run(arguments: argparse.Namespace) -> int:
     with load_run(directory, checkpoint=arguments.checkpoint, env=arguments.env, num_envs=arguments.num_envs, device=arguments.device) as loaded:
         with threads(loaded.config.trainer.threads):
             seed = loaded.final_seed if arguments.seed is None else arguments.seed
-            result = loaded.evaluate(arguments.episodes, seed=seed, deterministic=not arguments.stochastic, max_steps=arguments.max_steps)
+            result = loaded.evaluate(
+                arguments.episodes,
+                seed=seed,
+                deterministic=not arguments.stochastic,
+                max_steps=arguments.max_steps,
+                compile_mode=arguments.compile_mode,
+            )
         inputs = {
             "run": str(loaded.path),
             "checkpoint": str(loaded.checkpoint),
@@ -48,6 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
             "seed": seed,
             "deterministic": not arguments.stochastic,
             "max_steps": arguments.max_steps,
+            "compile_mode": arguments.compile_mode,
         }
         parent = Path(arguments.output) if arguments.output is not None else loaded.path / "evaluations"
         path = write_evaluation(parent, inputs, result)
