@@ -96,7 +96,7 @@ _ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "frl.plots": ("Curve", "plot_curves"),
     "frl.records": ("RunRecord", "find_runs", "read_run"),
-    "frl.play": ("Episode", "play_episode"),
+    "frl.episode": ("Episode", "play_episode"),
     "frl.render": ("render_episode",),
     "frl.runtime": ("LoadedRun",),
     "frl.returns": ("alive_mask", "complete_discounted_return", "discounts", "segmented_discounted_return"),

@@ -37,7 +37,7 @@ class RunRecord:
         config: settings; ``None`` where they cannot be read, and ``problem`` says why.
         records: lines of ``metrics.jsonl`` in order; numbers that were not finite are missing.
         damaged: lines that could not be read.
-        summary: of a run that came to its end, else ``None``.
+        summary: what the run said at its end; ``None`` where it did not come to say anything.
     """
 
     path: Path
@@ -50,8 +50,9 @@ class RunRecord:
 
     @property
     def state(self) -> str:
-        """``"finished"`` or ``"interrupted"`` (or still going on)."""
-        return "finished" if self.summary is not None else "interrupted"
+        """``"finished"``, or why not: ``"stopped"``, ``"failed"``, ``"interrupted"``. A run that was killed, or is still going on, counts as interrupted."""
+        status = "interrupted" if self.summary is None else self.summary.get("status", "finished")
+        return status if isinstance(status, str) else "interrupted"
 
     @property
     def updates(self) -> int | None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from frl.envs.scene import Circle, Line, Polygon
-from frl.play import Episode
+from frl.episode import Episode
 
 if TYPE_CHECKING:
     from PIL.Image import Image

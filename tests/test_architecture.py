@@ -29,7 +29,7 @@ LAYERS = (
     ("envs", "policies", "policy_registry", "actor_critic", "normalizers"),
     ("losses", "returns", "advantages", "gradients", "rollout", "optim"),
     ("algorithms", "population"),
-    ("train", "evaluate", "checkpoint", "logs", "plots", "play", "render", "export"),
+    ("train", "evaluate", "checkpoint", "logs", "plots", "episode", "render", "export"),
     ("run_schema", "config"),
     ("build", "run_directory", "records"),
     ("resume", "runtime", "load"),

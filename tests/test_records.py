@@ -100,8 +100,9 @@ def test_a_run_that_was_killed(finished: dict[str, Any], tmp_path: Path):
     record = read_run(tmp_path / "run")
     assert (record.state, record.damaged) == ("interrupted", 1)
     assert record.updates == finished["num_updates"]
-    (tmp_path / "run" / SUMMARY).write_text('{"num_upd')
-    assert read_run(tmp_path / "run").state == "interrupted"
+    for text, state in (('{"num_upd', "interrupted"), ('{"status": "stopped"}', "stopped"), ('{"status": 3}', "interrupted"), ("[]", "interrupted")):
+        (tmp_path / "run" / SUMMARY).write_text(text)
+        assert read_run(tmp_path / "run").state == state
 
 
 def test_a_place_recorded_twice_has_its_later_value(tmp_path: Path):

@@ -18,7 +18,7 @@ from frl import render, rng, tree
 from frl.envs.env import Env
 from frl.envs.registry import get_learning_env_factory, get_registered_learning_env_names
 from frl.envs.scene import Circle, Line, Polygon, Scene
-from frl.play import Episode, play_episode
+from frl.episode import Episode, play_episode
 from frl.render import render_episode
 
 BUILT_IN = [

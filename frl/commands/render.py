@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
     import dataclasses
 
     from frl.load import load_run, newest_run
-    from frl.play import play_episode
+    from frl.episode import play_episode
     from frl.render import SUFFIXES, render_episode
 
     if arguments.output is not None and Path(arguments.output).suffix.lower() not in SUFFIXES:
