@@ -171,7 +171,7 @@ def wilson_interval(successes: float, count: int, z: float = 1.96) -> tuple[floa
     rate, spread = successes / count, z * z / count
     centre = (rate + spread / 2) / (1 + spread)
     half = z / (1 + spread) * math.sqrt(rate * (1 - rate) / count + spread / (4 * count))
-    return max(0.0, centre - half), min(1.0, centre + half)
+    return min(rate, max(0.0, centre - half)), max(rate, min(1.0, centre + half))  # rounding does not leave the rate outside
 
 
 def _summarise(episodes: dict[str, np.ndarray], unfinished: int) -> EvaluationResult:

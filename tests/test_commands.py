@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import xml.etree.ElementTree as ElementTree
@@ -11,10 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from frl.checkpoint import read_checkpoint, save_checkpoint
 from frl.cli import main
+from frl.commands.plot import _curve
 from frl.evaluate import wilson_interval
+from frl.records import read_run
 from frl.run_directory import MANIFEST
 from tests.trained import trained
 
@@ -186,6 +191,17 @@ def test_wrong_calls(argv: list[str], words: str, capsys: Capture):
     assert words in wrong_call(capsys, *argv)
 
 
+@given(count=st.integers(1, 500), share=st.floats(0, 1), z=st.floats(0.5, 4))
+def test_the_interval_of_a_rate(count: int, share: float, z: float):
+    """Its ends are the rates ``p`` from which the observed one is just ``z`` standard errors away."""
+    successes = round(share * count)
+    low, high = wilson_interval(successes, count, z)
+    assert 0 <= low <= successes / count <= high <= 1
+    for end in (low, high):
+        error = math.sqrt(end * (1 - end) / count)
+        assert abs(successes / count - end) == pytest.approx(z * error, abs=1e-9)
+
+
 # ---- plot ----
 
 
@@ -199,6 +215,20 @@ def test_plot_of_one_run(outputs: dict[str, Path], capsys: Capture):
     assert capsys.readouterr().out.splitlines() == [f"plot: {png}", f"plot: {svg}"]
     assert png.read_bytes().startswith(b"\x89PNG")
     assert all(words in svg_text(svg) for words in ("return of the last 100 episodes", "return in evaluation", "success rate in evaluation", "small"))
+
+
+def test_an_evaluation_has_the_band_of_its_episodes(outputs: dict[str, Path], summaries: dict[str, dict[str, Any]]):
+    history = summaries["cart"]["eval_history"]
+    record = read_run(outputs["cart"])
+    curve = _curve(record, "eval/avg_reward", "steps")
+    assert curve.low is not None
+    assert curve.high is not None
+    assert (curve.high - curve.low).tolist() == pytest.approx([2 * entry["eval/ci95_reward"] for entry in history])
+    assert ((curve.high + curve.low) / 2).tolist() == pytest.approx(curve.y.tolist())
+    rates = _curve(record, "eval/success_rate", "steps")
+    assert rates.low is not None
+    assert rates.low.tolist() == [wilson_interval(4 * entry["eval/success_rate"], 4)[0] for entry in history]
+    assert _curve(record, "train/loss", "steps").low is None
 
 
 def test_plot_groups_runs_by_experiment(outputs: dict[str, Path], tmp_path: Path, capsys: Capture):
