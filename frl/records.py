@@ -21,6 +21,7 @@ from frl.run_directory import MANIFEST
 METRICS = "metrics.jsonl"
 SETTINGS = Path("configs") / "train.yaml"
 SUMMARY = "summary.json"
+ENVIRONMENT = "environment.json"
 AXES = {"steps": "global_step", "seconds": "seconds"}
 """What a curve can be drawn over, and the entry of a record that has it."""
 RETURNS = ("charts/episode_reward_avg_100", "eval/avg_reward")
@@ -38,6 +39,7 @@ class RunRecord:
         records: lines of ``metrics.jsonl`` in order; numbers that were not finite are missing.
         damaged: lines that could not be read.
         summary: what the run said at its end; ``None`` where it did not come to say anything.
+        resumed_from: name of the run directory that it goes on from, and the environment steps of the checkpoint.
     """
 
     path: Path
@@ -47,6 +49,7 @@ class RunRecord:
     damaged: int = 0
     summary: dict[str, Any] | None = field(default=None, repr=False)
     problem: str | None = None
+    resumed_from: tuple[str, int] | None = None
 
     @property
     def state(self) -> str:
@@ -93,6 +96,12 @@ class RunRecord:
         values = {record[axis]: record[metric] for record in self.records if metric in record and axis in record}
         places = sorted(values)
         return np.array(places, dtype=np.float64), np.array([values[place] for place in places], dtype=np.float64)
+
+    def goes_on(self, other: RunRecord) -> bool:
+        """Whether this run has taken the place of another: it was resumed from its end, or from wherever it was interrupted."""
+        if self.resumed_from is None or self.resumed_from[0] != other.path.resolve().name:
+            return False
+        return other.state != "finished" or self.resumed_from[1] >= (other.steps or 0)
 
     def _furthest(self, name: str) -> int | None:
         values = [record[name] for record in self.records if name in record]
@@ -141,7 +150,16 @@ def read_run(path: str | Path) -> RunRecord:
         problem = " ".join(str(error).split())
     records, damaged = read_metrics(path / METRICS)
     name = (config.trainer.exp_name if config is not None else None) or _STAMP.sub("", path.resolve().name)
-    return RunRecord(path=path, name=name, config=config, records=records, damaged=damaged, summary=_summary(path / SUMMARY), problem=problem)
+    return RunRecord(
+        path=path,
+        name=name,
+        config=config,
+        records=records,
+        damaged=damaged,
+        summary=_json_mapping(path / SUMMARY),
+        problem=problem,
+        resumed_from=_resumed_from(path / ENVIRONMENT),
+    )
 
 
 def read_metrics(path: Path) -> tuple[list[dict[str, float]], int]:
@@ -168,9 +186,19 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _summary(path: Path) -> dict[str, Any] | None:
+def _json_mapping(path: Path) -> dict[str, Any] | None:
+    """What a JSON file holds, ``None`` where it holds no mapping or cannot be read."""
     try:
-        summary = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return summary if isinstance(summary, dict) else None
+    return content if isinstance(content, dict) else None
+
+
+def _resumed_from(path: Path) -> tuple[str, int] | None:
+    source = (_json_mapping(path) or {}).get("resumed_from")
+    if not isinstance(source, str):
+        return None
+    parts = re.split(r"[\\/]", source)  # written on whatever system
+    step = re.search(r"_step_(\d+)\.", parts[-1])
+    return None if len(parts) < 3 or step is None else (parts[-3], int(step[1]))

@@ -263,6 +263,17 @@ def test_unfinished_runs_are_drawn_as_far_as_they_go(outputs: dict[str, Path], c
     assert "small" in svg_text(outputs["first"] / "a.svg")  # named by its directory
 
 
+def test_a_run_that_was_resumed_is_drawn_once(outputs: dict[str, Path], tmp_path: Path, capsys: Capture):
+    record = outputs["second"] / "environment.json"
+    source = f"{outputs['first']}/checkpoints/small_step_{read_run(outputs['first']).steps}.safetensors"
+    record.write_text(json.dumps({**json.loads(record.read_text()), "resumed_from": source}))
+    assert main(["plot", str(outputs["first"].parent), "--output", str(tmp_path / "a.svg")]) == 0
+    assert "left out" in capsys.readouterr().err
+    assert "small (2 runs)" not in svg_text(tmp_path / "a.svg")
+    assert main(["plot", str(outputs["first"]), str(outputs["second"]), "--output", str(tmp_path / "b.svg")]) == 0
+    assert "small (2 runs)" in svg_text(tmp_path / "b.svg")
+
+
 def test_failures_of_plot(outputs: dict[str, Path], tmp_path: Path, capsys: Capture):
     assert "did you mean 'eval/avg_reward'" in fails(capsys, 1, "plot", outputs["first"], "--metric", "eval/avg_rewrd")
     assert "recorded: " in fails(capsys, 1, "plot", outputs["first"], "--metric", "zzz")

@@ -133,6 +133,33 @@ def test_settings_that_cannot_be_read(tmp_path: Path):
         assert (record.name, record.updates, record.best) == ("my_name", 1, None)
 
 
+# ---- runs that go on from others ----
+
+
+@pytest.mark.parametrize(
+    ("source", "summary", "expected"),
+    [
+        ("outputs/old/checkpoints/small_step_24.safetensors", None, True),
+        ("outputs/old/checkpoints/small_best_step_8.safetensors", None, True),  # interrupted, whatever came after the checkpoint is lost
+        (r"D:\runs\old\checkpoints\small_step_24.safetensors", {"status": "stopped"}, True),
+        ("outputs/old/checkpoints/small_step_24.safetensors", {"status": "finished"}, True),
+        ("outputs/old/checkpoints/small_best_step_8.safetensors", {"status": "finished"}, False),  # a branch
+        ("outputs/another/checkpoints/small_step_24.safetensors", None, False),
+        ("somewhere.safetensors", None, False),
+        (None, None, False),
+        (5, None, False),
+    ],
+)
+def test_a_run_that_takes_the_place_of_another(tmp_path: Path, source: Any, summary: Any, expected: bool):
+    old = written(tmp_path / "old", [{"global_step": 24, "num_updates": 3}])
+    new = written(tmp_path / "new", [{"global_step": 32, "num_updates": 4}])
+    (new / "environment.json").write_text(json.dumps({"resumed_from": source}))
+    if summary is not None:
+        (old / SUMMARY).write_text(json.dumps(summary))
+    assert read_run(new).goes_on(read_run(old)) is expected
+    assert not read_run(old).goes_on(read_run(new))
+
+
 # ---- finding ----
 
 

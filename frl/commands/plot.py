@@ -47,7 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
     found = list(dict.fromkeys(path for given in arguments.runs for path in find_runs(given)))
     if not found:
         raise FileNotFoundError(f"there is no run directory in {', '.join(arguments.runs)}")
-    records = [read_run(path) for path in found]
+    asked = {Path(given).resolve() for given in arguments.runs}
+    records = _without_replaced([read_run(path) for path in found], asked)
     for record in records:
         _tell(record)
     metrics = arguments.metrics or [name for name in LABELS if any(name in record.names for record in records)]
@@ -55,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     panels = {LABELS.get(name, name): [_curve(record, name, arguments.x) for record in records] for name in metrics}
     if not any(len(curve.x) for curves in panels.values() for curve in curves):
         what = "no values of " + " or ".join(metrics or LABELS) + (" with times" if arguments.x == "seconds" else "")
-        raise ValueError(f"there is nothing to draw: {', '.join(str(path) for path in found)} {'has' if len(found) == 1 else 'have'} {what} yet")
+        raise ValueError(f"there is nothing to draw: {', '.join(str(r.path) for r in records)} {'has' if len(records) == 1 else 'have'} {what} yet")
     if output is None:
         output = (found[0] if len(found) == 1 else Path()) / "learning_curves"
     files = [output] if output.suffix else [output.with_name(output.name + suffix) for suffix in SUFFIXES]
@@ -64,6 +65,18 @@ def run(arguments: argparse.Namespace) -> int:
     for path in plot_curves(panels, files, x_label=X_LABELS[arguments.x], band=arguments.band, title=title, limits=LIMITS):
         print(f"plot: {path}")
     return 0
+
+
+def _without_replaced(records: Sequence[RunRecord], asked: set[Path]) -> list[RunRecord]:
+    """The runs without those that another one goes on from, whose curve holds theirs; a run that was asked for by itself stays."""
+    kept = []
+    for record in records:
+        heirs = [other for other in records if other.goes_on(record)]
+        if heirs and record.path.resolve() not in asked:
+            print(f"frl: {record.path} left out: {heirs[0].path.name} goes on from it", file=sys.stderr)
+        else:
+            kept.append(record)
+    return kept
 
 
 def _tell(record: RunRecord) -> None:

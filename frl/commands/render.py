@@ -27,8 +27,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Draw; returns the exit code."""
     import dataclasses
 
-    from frl.load import load_run, newest_run
     from frl.episode import play_episode
+    from frl.load import load_run, newest_run
     from frl.render import SUFFIXES, render_episode
 
     if arguments.output is not None and Path(arguments.output).suffix.lower() not in SUFFIXES:
