@@ -19,16 +19,14 @@ from frl.run import train_from_config
 from frl.types import Outcome
 
 
-def settings(
-    output_dir: Path, *, env: Any = "double_integrator", algorithm: str = "apg", policy: dict[str, Any] | None = None, **trainer: Any
-) -> dict[str, Any]:
+def settings(output_dir: Path, *, env: Any = None, algorithm: str = "apg", policy: dict[str, Any] | None = None, **trainer: Any) -> dict[str, Any]:
     """A run file of a few small updates; keywords are keys of ``trainer``."""
     network = {"type": "mlp", "network_cfg": {"hidden_sizes": [5], "activation": "tanh"}}
     policies = {"name": "actor_only", "actor": network} if algorithm == "apg" else {"name": "actor_critic", "actor": network, "critic": network}
     return {
         "trainer": {
             "exp_name": "small",
-            "learning_env": env,
+            "learning_env": env or {"name": "double_integrator", "cfg": {"max_episode_steps": 6}},
             "num_envs": 4,
             "iterations": 3,
             "enable_eval": True,
