@@ -24,6 +24,7 @@ from frl.train import LoopConfig
 from frl.types import Algorithm, Normalizer
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
+FINAL_SEED = 1_000_003  # added to eval_seed: the final evaluation plays episodes that no earlier one has played
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The command line: ``frl train``, ``frl check``, ``frl list``.
+"""The command line: ``frl train``, ``eval``, ``plot``, ``render``, ``runs``, ``check`` and ``list``.
 
 Exit codes: 0, 1 for failures, 2 for a wrong call or run file. Errors are one message without a traceback unless ``--debug`` is given.
 """
@@ -12,6 +12,8 @@ import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any
+
+from frl.commands import evaluate, plot, render, runs
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -27,6 +29,9 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--resume-scheduler", choices=("restore", "restart"), default="restore", help="continue the learning-rate schedule or begin it anew")
     train.add_argument("--profile", action="store_true", help="write a torch profiler trace of a few updates")
     train.add_argument("--quiet", action="store_true", help="no live line")
+
+    for module in (evaluate, plot, render, runs):
+        module.add(commands)
 
     check = commands.add_parser("check", help="check an environment's gradient against central differences")
     check.add_argument("env", help="registered name")
@@ -48,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.path.insert(0, os.getcwd())  # modules beside the run file, as with python -m frl
     from frl.config import ConfigError
 
-    commands = {"train": _train, "check": _check, "list": _list}
+    commands = {"train": _train, "eval": evaluate.run, "plot": plot.run, "render": render.run, "runs": runs.run, "check": _check, "list": _list}
+    before, warnings.formatwarning = warnings.formatwarning, lambda message, *_, **__: f"frl: {' '.join(str(message).split())}\n"
     try:
         return commands[arguments.command](arguments)
     except ConfigError as error:
@@ -62,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.debug:
             raise
         return _fail(error, 1)
+    finally:
+        warnings.formatwarning = before
 
 
 def _fail(error: BaseException, code: int) -> int:

@@ -65,6 +65,13 @@ def _count(name: str, value: Any) -> int:
     return int(value)
 
 
+def episode_keys(seed: int | Tensor, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+    """Keys of the environment and of the noise for an evaluation seed (an int, or a key itself)."""
+    key = seed.to(device) if isinstance(seed, Tensor) else rng.fold_in(rng.key(seed, device), _DOMAIN)
+    k_env, k_noise = rng.split(key, 2)
+    return k_env, k_noise
+
+
 def make_evaluator(
     env: VecEnv,
     policy: Any,
@@ -116,8 +123,7 @@ def make_evaluator(
         on_step: Callable[[dict[str, Any]], None] | None = None,
     ) -> EvaluationResult:
         num_episodes = _count("num_episodes", num_episodes)
-        key = seed.to(env.device) if isinstance(seed, Tensor) else rng.fold_in(rng.key(seed, env.device), _DOMAIN)
-        k_env, k_noise = rng.split(key, 2)
+        k_env, k_noise = episode_keys(seed, env.device)
         env_params = env.default_params if env_params is None else env_params
         rows = env.num_envs
         quota = np.full(rows, num_episodes // rows) + (np.arange(rows) < num_episodes % rows)
@@ -155,6 +161,17 @@ def make_evaluator(
         return _summarise(episodes, num_episodes - total)
 
     return evaluate
+
+
+def wilson_interval(successes: float, count: int, z: float = 1.96) -> tuple[float, float]:
+    """Confidence interval of a rate, ``successes`` of ``count``: 95 % with ``z = 1.96``; also where all or none succeeded.
+
+    Source: Wilson, "Probable inference, the law of succession, and statistical inference", 1927.
+    """
+    rate, spread = successes / count, z * z / count
+    centre = (rate + spread / 2) / (1 + spread)
+    half = z / (1 + spread) * math.sqrt(rate * (1 - rate) / count + spread / (4 * count))
+    return min(rate, max(0.0, centre - half)), max(rate, min(1.0, centre + half))  # rounding does not leave the rate outside
 
 
 def _summarise(episodes: dict[str, np.ndarray], unfinished: int) -> EvaluationResult:

@@ -30,6 +30,7 @@ class RunLog:
             from torch.utils.tensorboard import SummaryWriter
 
             directory.mkdir(parents=True, exist_ok=True)
+            self._started = time.perf_counter()
             self._file = (directory / "metrics.jsonl").open("a", encoding="utf-8")
             self._writer = SummaryWriter(str(directory / "logs" / name))
         if wandb_project:
@@ -40,9 +41,10 @@ class RunLog:
             self._wandb = wandb.init(project=wandb_project, name=name, config=dict(config or {}))
 
     def write(self, values: Mapping[str, float], step: int) -> None:
-        """One record; NaN and infinities become ``null`` in the file and are left out of TensorBoard."""
+        """One record; NaN and infinities become ``null`` in the file and are left out of TensorBoard. The file also has the seconds since the log began."""
         if self._file is not None:
-            record = {"global_step": step, **{k: (v if math.isfinite(v) else None) for k, v in values.items()}}
+            seconds = round(time.perf_counter() - self._started, 3)
+            record = {"global_step": step, "seconds": seconds, **{k: (v if math.isfinite(v) else None) for k, v in values.items()}}
             self._file.write(json.dumps(record) + "\n")
             self._file.flush()
         finite = {k: v for k, v in values.items() if math.isfinite(v)}

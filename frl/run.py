@@ -18,7 +18,7 @@ import torch
 from frl import checkpoint as checkpoints
 from frl import compile as compiler
 from frl import rng
-from frl.build import DTYPES, build_run, last_update
+from frl.build import DTYPES, FINAL_SEED, build_run, last_update
 from frl.config import RunConfig, dump_run_config, load_run_config, write_yaml
 from frl.evaluate import EvaluationResult, make_evaluator
 from frl.logs import Progress, RunLog
@@ -26,8 +26,6 @@ from frl.resume import SavedRun, bind_schedule, loop_json, resume_state
 from frl.run_directory import MANIFEST, MANIFEST_VERSION, RunDirectory, environment_record, resolve_resume, write_json
 from frl.train import LoopState, train
 from frl.types import TrainState
-
-_FINAL_SEED = 1_000_003  # added to eval_seed: the final evaluation plays episodes that no earlier one has played
 
 
 def train_from_config(
@@ -179,7 +177,7 @@ def _run(config: RunConfig, label: str, source: Path | None, restart: bool, prof
 
 
 def _final(evaluate: Any, state: TrainState, episodes: int, eval_seed: int) -> EvaluationResult:
-    return evaluate(state.params, state.norm_state, num_episodes=episodes, seed=eval_seed + _FINAL_SEED)
+    return evaluate(state.params, state.norm_state, num_episodes=episodes, seed=eval_seed + FINAL_SEED)
 
 
 def _made(path: Path) -> Path:

@@ -29,11 +29,12 @@ LAYERS = (
     ("envs", "policies", "policy_registry", "actor_critic", "normalizers"),
     ("losses", "returns", "advantages", "gradients", "rollout", "optim"),
     ("algorithms", "population"),
-    ("train", "evaluate", "checkpoint", "logs", "plots", "render"),
+    ("train", "evaluate", "checkpoint", "logs", "plots", "episode", "render", "export"),
     ("run_schema", "config"),
-    ("build", "run_directory"),
-    ("resume", "load"),
+    ("build", "run_directory", "records"),
+    ("resume", "runtime", "load"),
     ("run",),
+    ("commands",),
     ("cli",),
     ("__init__", "__main__"),
 )
@@ -173,6 +174,7 @@ def uses(path: Path) -> Iterator[str]:
         (("safetensors",), "checkpoint.py"),
         (("tensorboard", "torch.utils.tensorboard", "wandb"), "logs.py"),
         (("matplotlib",), "plots.py"),
+        (("PIL",), "render.py"),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else value,
 )

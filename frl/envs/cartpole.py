@@ -16,6 +16,7 @@ from torch import Tensor
 from frl import rng
 from frl.envs.check import require_count, require_number, space_dtype
 from frl.envs.env import Env, EnvSpec
+from frl.envs.scene import Circle, Line, Polygon, Scene
 from frl.types import Outcome
 
 
@@ -113,6 +114,7 @@ def cartpole(
         reset=_reset,
         observe=_observe,
         step=_step,
+        scene=_scene,
     )
 
 
@@ -144,3 +146,23 @@ def _step(env_state: CartPoleState, action: Tensor, env_params: CartPoleParams) 
     )
     terminated = (new.x.abs() > p.x_threshold) | (new.theta.abs() > p.theta_threshold)
     return new, Outcome(reward=torch.ones_like(new.x), terminated=terminated, metrics={"success": ~terminated})
+
+
+def _scene(env_state: CartPoleState, env_params: CartPoleParams) -> Scene:
+    """Track with its ends, cart and pole; positive angles lean to the right."""
+    x, theta = float(env_state.x), float(env_state.theta)
+    end, pole = float(env_params.x_threshold), 2.0 * float(env_params.length)
+    half, height = 0.2 * pole, 0.2 * pole
+    tip = (x + pole * math.sin(theta), height + pole * math.cos(theta))
+    return Scene(
+        xlim=(-end - half, end + half),
+        ylim=(-0.1 * pole, height + 1.1 * pole),
+        shapes=[
+            Line(points=[(-end, 0.0), (end, 0.0)], color="dimgray"),
+            *(Line(points=[(side, 0.0), (side, height)], color="tab:red") for side in (-end, end)),
+            Polygon(points=[(x - half, 0.0), (x + half, 0.0), (x + half, height), (x - half, height)]),
+            Line(points=[(x, height), tip], color="tab:orange", width=6.0),
+            Circle(center=(x, height), radius=0.04 * pole, color="black"),
+        ],
+        caption=f"angle {math.degrees(theta):+.1f} deg",
+    )

@@ -6,6 +6,7 @@ interact, which lets the number of dimensions grow while the solution stays a 2x
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from frl import rng
 from frl.envs.check import require_count, require_number, space_dtype
 from frl.envs.env import Env, EnvSpec
+from frl.envs.scene import Line, Polygon, Scene
 from frl.types import Outcome
 
 
@@ -106,6 +108,7 @@ def double_integrator(
         reset=reset,
         observe=_observe,
         step=_step,
+        scene=_scene,
     )
 
 
@@ -185,3 +188,26 @@ def _step(env_state: DoubleIntegratorState, action: Tensor, env_params: DoubleIn
     success = (distance < p.success_threshold) & (speed < p.success_threshold)
     outcome = Outcome(reward=reward, terminated=torch.zeros_like(success), metrics={"success": success, "final_distance": distance})
     return DoubleIntegratorState(position=position, velocity=velocity), outcome
+
+
+def _scene(env_state: DoubleIntegratorState, env_params: DoubleIntegratorParams) -> Scene:
+    """One rail for each axis, the first on top: the mass (blue), its velocity over a second (orange), and where it shall rest (green)."""
+    places, speeds = ([float(v) for v in part] for part in (env_state.position, env_state.velocity))
+    reach = max(1.5 * float(env_params.initial_position), 1e-3)
+    gap, half = 0.4 * reach, 0.06 * reach
+    shapes: list[Line | Polygon] = []
+    for axis, (x, v) in enumerate(zip(places, speeds, strict=True)):
+        y = gap * (len(places) - 1 - axis)
+        shapes += [
+            Line(points=[(-reach, y), (reach, y)], color="silver"),
+            Line(points=[(0.0, y - 2 * half), (0.0, y + 2 * half)], color="tab:green"),
+            Polygon(points=[(x - half, y - half), (x + half, y - half), (x + half, y + half), (x - half, y + half)]),
+            Line(points=[(x, y), (x + v, y)], color="tab:orange"),
+        ]
+    farthest = max(abs(x) for x in places)
+    return Scene(
+        xlim=(-max(reach, farthest + half), max(reach, farthest + half)),
+        ylim=(-gap, gap * len(places)),
+        shapes=shapes,
+        caption=f"distance {math.hypot(*places):.2f} m",
+    )

@@ -16,6 +16,7 @@ from torch import Tensor
 from frl import rng
 from frl.envs.check import require_count, require_number, space_dtype
 from frl.envs.env import Env, EnvSpec
+from frl.envs.scene import Circle, Line, Scene
 from frl.types import Outcome
 
 
@@ -112,6 +113,7 @@ def pendulum(
         reset=_reset,
         observe=_observe,
         step=_step,
+        scene=_scene,
     )
 
 
@@ -142,3 +144,21 @@ def _step(env_state: PendulumState, action: Tensor, env_params: PendulumParams) 
     success = (final_angle < p.success_angle) & (new_omega.abs() < p.success_speed)
     outcome = Outcome(reward=reward, terminated=torch.zeros_like(success), metrics={"success": success, "final_angle": final_angle})
     return PendulumState(angle=new_theta, angular_velocity=new_omega), outcome
+
+
+def _scene(env_state: PendulumState, env_params: PendulumParams) -> Scene:
+    """The rod, with positive angles to the left of upright as gymnasium draws them, and the place of its free end when upright (green)."""
+    angle, length = float(env_state.angle), float(env_params.length)
+    tip = (-length * math.sin(angle), length * math.cos(angle))
+    reach = 1.2 * length
+    return Scene(
+        xlim=(-reach, reach),
+        ylim=(-reach, reach),
+        shapes=[
+            Circle(center=(0.0, length), radius=0.1 * length, color="tab:green", filled=False),
+            Line(points=[(0.0, 0.0), tip], color="tab:blue", width=8.0),
+            Circle(center=tip, radius=0.07 * length),
+            Circle(center=(0.0, 0.0), radius=0.04 * length, color="black"),
+        ],
+        caption=f"angular velocity {float(env_state.angular_velocity):+.1f} rad/s",
+    )

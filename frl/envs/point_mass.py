@@ -6,6 +6,7 @@ penalties instead of contacts. All physical numbers are leaves of ``env_params``
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from frl import rng
 from frl.envs.check import require_count, require_number, space_dtype
 from frl.envs.env import Env, EnvSpec
+from frl.envs.scene import Circle, Line, Scene
 from frl.numerics import safe_sqrt
 from frl.types import Outcome
 
@@ -143,6 +145,7 @@ def point_mass(
         reset=reset,
         observe=_observe,
         step=step,
+        scene=_scene,
     )
 
 
@@ -211,3 +214,29 @@ def _step(env_state: PointMassState, action: Tensor, env_params: PointMassParams
     # Metrics are for the log: left in the graph, each would cost the backward pass a cotangent per step.
     metrics = {"success": terminated, "final_distance": distance.detach(), "path_length": path_length, "collision_count": collisions}
     return new_state, Outcome(reward=reward, terminated=terminated, metrics=metrics)
+
+
+def _scene(env_state: PointMassState, env_params: PointMassParams) -> Scene:
+    """The mass (blue) with its thrust, the goal (green), obstacles (grey) and walls."""
+    (x, y), (goal_x, goal_y), (push_x, push_y) = (tuple(float(v) for v in part) for part in (env_state.position, env_state.goal, env_state.last_action))
+    half, near = float(env_params.workspace_half), float(env_params.success_threshold)
+    walls = [(-half, -half), (half, -half), (half, half), (-half, half), (-half, -half)]
+    obstacles = [
+        Circle(center=(float(centre[0]), float(centre[1])), radius=float(radius), color="silver")
+        for centre, radius in zip(env_state.obstacles, env_state.radii, strict=True)
+    ]
+    mass = 0.03 * half
+    reach = 0.15 * half
+    return Scene(
+        xlim=(-1.05 * half, 1.05 * half),
+        ylim=(-1.05 * half, 1.05 * half),
+        shapes=[
+            Line(points=walls, color="dimgray"),
+            *obstacles,
+            Circle(center=(goal_x, goal_y), radius=near, color="tab:green"),
+            Circle(center=(goal_x, goal_y), radius=near + mass, color="tab:green", filled=False),
+            Line(points=[(x, y), (x + reach * push_x, y + reach * push_y)], color="tab:orange"),
+            Circle(center=(x, y), radius=mass),
+        ],
+        caption=f"distance {math.hypot(goal_x - x, goal_y - y):.2f} m",
+    )

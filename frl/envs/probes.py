@@ -21,6 +21,7 @@ from torch import Tensor
 from frl import rng
 from frl.envs.check import require_count, require_number, space_dtype
 from frl.envs.env import Env, EnvSpec
+from frl.envs.scene import Circle, Line, Scene
 from frl.types import Outcome
 
 LIMIT, LENGTH, SHORT, LONG = 4, 3, 2, 6  # default lengths [steps]
@@ -94,6 +95,21 @@ def _probe(
         reset=lambda key, env_params: ProbeState(number=reset(key, torch.ones_like(env_params.reward))),
         observe=lambda env_state, env_params: (env_state.number / scale).unsqueeze(0),
         step=transition,
+        scene=lambda env_state, env_params: _scene(float(env_state.number) / scale),
+    )
+
+
+def _scene(number: float) -> Scene:
+    """The observation as a disc on the line from -1 to 1."""
+    return Scene(
+        xlim=(-1.3, 1.3),
+        ylim=(-0.4, 0.4),
+        shapes=[
+            Line(points=[(-1.0, 0.0), (1.0, 0.0)], color="silver"),
+            *(Line(points=[(mark, -0.1), (mark, 0.1)], color="silver") for mark in (-1.0, 0.0, 1.0)),
+            Circle(center=(number, 0.0), radius=0.12, color="tab:blue" if number >= 0 else "tab:orange"),
+        ],
+        caption=f"observation {number:+.2f}",
     )
 
 
