@@ -23,7 +23,9 @@ from frl.algorithms.apg import make_apg
 from frl.algorithms.episodes import episode_metrics, track
 from frl.algorithms.episodes import init as empty_window
 from frl.envs.cartpole import CartPoleState, cartpole
-from frl.envs.host import FIELDS, HostEnv, gymnasium_env, host_rollout, make_host_unroll
+from frl.envs.gymnasium_env import gymnasium_env
+from frl.envs.host import HostEnv
+from frl.envs.host_rollout import FIELDS, host_rollout, make_host_unroll
 from frl.envs.pendulum import PendulumState, pendulum
 from frl.envs.registry import build_learning_env, register_learning_env
 from frl.envs.vector import make_vec_env

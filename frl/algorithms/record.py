@@ -139,7 +139,7 @@ def make_recorder(
     if isinstance(env, VecEnv):
         unroll = make_unroll(env, policy, normalizer, record=names, attach=(), clip_actions=clip_actions, horizon=length, mode=mode)
     else:
-        from frl.envs.host import make_host_unroll
+        from frl.envs.host_rollout import make_host_unroll
 
         unroll = make_host_unroll(env, policy, normalizer, record=names, clip_actions=clip_actions, mode=mode)
 

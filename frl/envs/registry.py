@@ -42,9 +42,9 @@ def get_registered_learning_env_names() -> list[str]:
 
 
 def get_learning_env_factory(name: str) -> Callable[..., Any]:
-    """The factory under ``name`` (of :func:`~frl.envs.host.gymnasium_env` for ``gymnasium:ID``); ``ValueError`` that lists the names otherwise."""
+    """The factory under ``name`` (of :func:`~frl.envs.gymnasium_env.gymnasium_env` for ``gymnasium:ID``); ``ValueError`` that lists the names otherwise."""
     if isinstance(name, str) and name.lower().startswith(_GYMNASIUM):
-        from frl.envs.host import gymnasium_env
+        from frl.envs.gymnasium_env import gymnasium_env
 
         return functools.partial(gymnasium_env, name[len(_GYMNASIUM) :])
     if isinstance(name, str) and name.lower() in _ALIASES and name.lower() not in _REGISTRY.names():
