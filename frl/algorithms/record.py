@@ -2,7 +2,8 @@
 
 ``make_recorder`` plays a policy and scores what was played outside the time loop, in one batched call: log-probabilities, distribution parameters and, with a
 critic, the values of every observation and of the final ones. Index T is the bootstrap slot: observations and ``value`` are those after the last step,
-every other field is 0 there. ``read_rollout`` takes a recording apart again.
+every other field is 0 there. :mod:`frl.algorithms.transitions` takes a recording apart
+again.
 """
 
 from __future__ import annotations
@@ -235,28 +236,3 @@ def _final_values(value: Callable[[Tensor], Tensor], values: Tensor, final_obs: 
     places = torch.zeros(cut.shape[0], most + 1, dtype=torch.int64, device=cut.device).scatter(1, torch.where(cut, rank, most), time)[:, :most]
     seen = torch.gather(final_obs, 1, places.unsqueeze(-1).expand(*places.shape, final_obs.shape[-1]))
     return torch.where(cut, torch.gather(value(seen), 1, rank.clamp(min=0)), going_on)
-
-
-def read_rollout(rollout: Any, names: Sequence[str], optional: Sequence[str] = ()) -> dict[str, Any]:
-    """Fields of a recorded rollout as a plain dict, ``metrics`` as a nested one.
-
-    Args:
-        rollout: TensorDict ``[N, T+1]`` (or a mapping of tensors).
-        names: fields that must be there.
-        optional: fields that are taken when they are.
-
-    Raises:
-        ValueError: for a missing field, a rollout without steps, or a field whose first dimensions are not ``[N, T+1]``.
-    """
-    fields = {name: rollout.get(name, None) for name in (*names, *optional)}
-    missing = [name for name in names if fields[name] is None]
-    if missing:
-        raise ValueError(f"the rollout has no {', '.join(missing)}; this update needs {', '.join(names)}")
-    batch = fields["reward"].shape
-    if len(batch) != 2 or batch[1] < 2:
-        raise ValueError(f"a rollout has reward of shape [N, T+1] with T of at least 1, got {list(batch)}")
-    for name, x in fields.items():
-        if isinstance(x, Tensor) and x.shape[:2] != batch:
-            raise ValueError(f"rollout field {name!r} must have first dimensions {list(batch)}, got shape {list(x.shape)}")
-    plain = {name: x.to_dict() if hasattr(x, "to_dict") else x for name, x in fields.items() if x is not None}
-    return {name: tree.map(lambda x: x.detach(), x) for name, x in plain.items()}
