@@ -19,10 +19,10 @@ from frl.advantages import group_advantages
 from frl.algorithms.epochs import mean_metrics, minibatch_step, plan_minibatches, run_minibatches
 from frl.algorithms.minibatch import minibatch_count
 from frl.algorithms.options import check_count, check_limit, check_number
-from frl.algorithms.record import PLAYED, check_fit, distribution_fields, make_recorder, normalized, recorded_distribution
+from frl.algorithms.play import check_fit, make_begin
+from frl.algorithms.record import PLAYED, distribution_fields, make_recorder, normalized, recorded_distribution
 from frl.algorithms.states import finish_update, first_state, group_keys
 from frl.algorithms.transitions import by_time, cleared, flat_transitions, read_rollout, valid_steps
-from frl.envs.vector import VecEnv
 from frl.losses import grpo_loss, k3
 from frl.returns import alive_mask, discounted_returns_to_go
 from frl.types import Algorithm, Hyper, Metrics, Normalizer, Optimizer, Params, TrainState
@@ -98,7 +98,7 @@ def make_grpo(
     loss or gradient that is not finite in any minibatch.
 
     Args:
-        env: N rows of an environment (:func:`frl.make_vec_env`), or of a host's (:class:`frl.envs.host.HostEnv`), which changes as it is played.
+        env: N rows of an environment (:func:`frl.make_vec_env`), or of a host's (:class:`frl.HostEnv`), which changes as it is played.
         policy: any policy; a critic is not used.
         optimizer: :func:`frl.optim.build_optimizer` or any ``Optimizer``.
         config: see :class:`GrpoConfig`.
@@ -112,7 +112,8 @@ def make_grpo(
 
     Raises:
         TypeError: for something else than rows of an environment.
-        ValueError: for a policy that does not fit the environment, and rows that are no multiple of ``group_size``.
+        ValueError: for a policy that does not fit the environment, rows that are no multiple of ``group_size``, and a host environment whose rows cannot be
+            seeded one by one.
 
     Source: Shao et al. 2024, "DeepSeekMath: Pushing the limits of mathematical reasoning in open language models", algorithm 1.
     """
@@ -121,6 +122,8 @@ def make_grpo(
     check_number("learning_rate", learning_rate, 0.0)
     if env.num_envs % config.group_size:
         raise ValueError(f"the number of rows must be a multiple of group_size, got {env.num_envs} rows and group_size {config.group_size}")
+    if not getattr(env, "seeds_rows", True):
+        raise ValueError(f"the rows of a group must share one start state, but {env.spec.name!r} cannot be seeded row by row; use 'sync' or 'async' rows")
     if policy.actor_obs_normalization and normalizer is None:
         raise ValueError("the policy asks for actor_obs_normalization: pass normalizer, such as frl.empirical_normalizer(features)")
     mode, anchored = config.compile_mode, config.kl_coef > 0
@@ -154,8 +157,7 @@ def make_grpo(
         return key, group_keys(k_env, env.num_envs, config.group_size), policy.noise(k_noise, config.buffer_size, env.num_envs, dtype=dtype)
 
     draw = compiler.jit(next_noise, mode=mode)
-    # A host environment has its own way to begin, which is not a function of its arguments.
-    begin = compiler.jit(lambda keys, env_params: env.reset(keys, env_params), mode=mode) if isinstance(env, VecEnv) else env.reset
+    begin = make_begin(env, mode=mode)
 
     def collect(state: TrainState) -> tuple[TrainState, Any]:
         """Start every row anew, play ``buffer_size`` steps with the current policy and record them."""

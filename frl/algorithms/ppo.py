@@ -19,7 +19,8 @@ from frl.advantages import BOOTSTRAPS, compute_gae, explained_variance, normaliz
 from frl.algorithms.epochs import mean_metrics, minibatch_step, plan_minibatches, run_minibatches
 from frl.algorithms.minibatch import minibatch_count
 from frl.algorithms.options import check_count, check_limit, check_normalizers, check_number
-from frl.algorithms.record import PLAYED, check_fit, distribution_names, make_recorder, normalized, recorded_distribution, scale_of
+from frl.algorithms.play import check_fit
+from frl.algorithms.record import PLAYED, distribution_names, make_recorder, normalized, recorded_distribution, scale_of
 from frl.algorithms.states import finish_update, first_state
 from frl.algorithms.transitions import by_time, cleared, flat_transitions, read_rollout, valid_steps
 from frl.losses import ppo_loss
@@ -133,7 +134,7 @@ def make_ppo(
     is left out.
 
     Args:
-        env: N rows of an environment (:func:`frl.make_vec_env`), or of a host's (:class:`frl.envs.host.HostEnv`), which changes as it is played.
+        env: N rows of an environment (:func:`frl.make_vec_env`), or of a host's (:class:`frl.HostEnv`), which changes as it is played.
         policy: a policy with a critic (:func:`frl.actor_critic`).
         optimizer: :func:`frl.optim.build_optimizer` or any ``Optimizer``.
         config: see :class:`PpoConfig`.

@@ -12,18 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from gymnasium import spaces
 from torch import Tensor
 
 from frl import compile as compiler
 from frl import rng, tree
+from frl.algorithms.play import make_play
 from frl.distributions import NormalParams
-from frl.envs.env import EnvSpec
 from frl.envs.vector import VecEnv
 from frl.normalizers import NormalizerState, variance
 from frl.observations import flatten_observation_groups
-from frl.policy_registry import observation_dim
-from frl.rollout import make_unroll
 from frl.types import Normalizer, Params, PyTree, Trajectory
 
 if TYPE_CHECKING:
@@ -31,35 +28,6 @@ if TYPE_CHECKING:
 
 PLAYED = ("obs", "action", "sample_log_prob", "reward", "done", "terminated", "truncated")
 SMALLEST_STD = 1e-8
-
-
-def check_fit(env: Any, policy: Any, algorithm: str) -> None:
-    """Refuse what is not an environment, and a policy whose observations or actions are not those of the environment.
-
-    Raises:
-        TypeError, ValueError: see above.
-    """
-    if not hasattr(env, "single_action_space") or not hasattr(env, "row_keys"):
-        raise TypeError(f"{algorithm} needs rows of an environment (frl.make_vec_env, or frl.envs.host.HostEnv around a host's), got {type(env).__name__}")
-    name, space = spec_of(env).name, env.single_action_space
-    features = observation_dim(env.single_observation_space, policy.obs_groups)
-    if features != policy.obs_dim:
-        raise ValueError(f"the policy has {policy.obs_dim} observation features, but the observations of {name!r} have {features}")
-    if policy.has_critic:
-        features = observation_dim(env.single_observation_space, policy.critic_obs_groups)
-        if features != policy.critic_obs_dim:
-            raise ValueError(f"the critic has {policy.critic_obs_dim} observation features, but the observations of {name!r} have {features}")
-    with torch.no_grad():
-        dist = policy.apply(policy.init(rng.key(0)), torch.zeros(policy.obs_dim))
-        action = policy.sample(dist, torch.zeros(policy.distribution.noise_dim)).action
-    if tuple(action.shape) != tuple(space.shape or ()) or action.is_floating_point() != isinstance(space, spaces.Box):
-        kind = "continuous" if action.is_floating_point() else "discrete"
-        raise ValueError(f"the policy has {kind} actions of shape {list(action.shape)}, but the action space of {name!r} is {space}")
-
-
-def spec_of(env: Any) -> EnvSpec:
-    """The facts about the environment of a functional or a host environment's rows."""
-    return env.env.spec if isinstance(env, VecEnv) else env.spec
 
 
 def flat_observations(obs: PyTree, groups: Sequence[str] | None) -> Tensor:
@@ -114,7 +82,7 @@ def make_recorder(
     """Build ``record(params, statistics, env_state, env_params, noise) -> (env_state, rollout)``.
 
     Args:
-        env: N rows of an environment, functional or a host's (:class:`frl.envs.host.HostEnv`).
+        env: N rows of an environment, functional or a host's (:class:`frl.HostEnv`).
         policy: what acts; its log-probability is that of the sample before squashing, clipping and a start offset, which is what ``action`` holds.
         length: T, the usual number of steps.
         normalizer: of the actor's observation.
@@ -136,13 +104,7 @@ def make_recorder(
     # A distribution whose actions are its samples says so by returning its argument.
     same = policy.distribution.squash(probe) is probe and not clip_actions
     names = names if same else [*names, "action"]
-    unroll: Callable[..., tuple[Any, Trajectory]]
-    if isinstance(env, VecEnv):
-        unroll = make_unroll(env, policy, normalizer, record=names, attach=(), clip_actions=clip_actions, horizon=length, mode=mode)
-    else:
-        from frl.envs.host_rollout import make_host_unroll
-
-        unroll = make_host_unroll(env, policy, normalizer, record=names, clip_actions=clip_actions, mode=mode)
+    unroll = make_play(env, policy, normalizer, record=names, length=length, clip_actions=clip_actions, mode=mode)
 
     def score(params: Params, statistics: dict[str, PyTree], env_state: PyTree, env_params: PyTree, played: Trajectory) -> dict[str, Any]:
         (steps, rows), dtype = played.reward.shape, played.reward.dtype
@@ -218,7 +180,7 @@ def _most_cuts(env: Any, steps: int) -> int:
     """How often a row can be truncated in so many steps; a functional environment is so by its time limit alone."""
     if not isinstance(env, VecEnv):
         return steps
-    limit = spec_of(env).max_episode_steps
+    limit = env.spec.max_episode_steps
     return 0 if limit is None else (steps - 1) // limit + 1
 
 

@@ -56,6 +56,7 @@ class HostEnv:
         single_observation_space: of the encoded observations, a floating ``Box (O,)`` or a ``Dict`` of them.
         single_action_space: ``Box (A,)``, ``Discrete``, or ``MultiDiscrete (A,)``, which also stands for ``MultiBinary``.
         spec: name and time limit; ``dt`` is NaN, since gymnasium does not tell.
+        seeds_rows: whether each row takes a seed of its own.
 
     Raises:
         TypeError: for an object of another kind, or spaces that have no form as tensors.
@@ -86,7 +87,7 @@ class HostEnv:
         # Everything is computed where the environment is; only results move.
         self._home = torch.device("cpu" if self._numpy else place)  # pyright: ignore[reportArgumentType]
         base = getattr(env, "unwrapped", env)
-        self._rowwise = isinstance(base, (SyncVectorEnv, AsyncVectorEnv))
+        self.seeds_rows = isinstance(base, (SyncVectorEnv, AsyncVectorEnv))
         self._reader = Reader(space=env.single_observation_space, num_envs=self.num_envs, device=self._home, dtype=dtype, numpy=self._numpy)
         self._action_space = env.single_action_space
         self.single_observation_space = encoded_space(env.single_observation_space, dtype)
@@ -163,6 +164,8 @@ class HostEnv:
         given: Any = self._seeds(seed) if isinstance(seed, Tensor) else check_seed(seed)
         obs, _ = self.env.reset(seed=given)
         self._obs = self._reader.observation(obs)
+        if isinstance(seed, Tensor) and seed.ndim == 2:
+            self._check_equal_starts(seed)
         false = torch.zeros(self.num_envs, dtype=torch.bool, device=self._home)
         self._pending, self._elapsed, self._return = false, false.to(torch.int64), false.to(torch.float64)
         return self._out(self._obs)
@@ -202,7 +205,7 @@ class HostEnv:
         self._pending = done if self.autoreset == "next_step" else torch.zeros_like(done)
         if self.autoreset == "disabled":
             self._reset_rows(done | nonfinite)
-        elif self._rowwise:
+        elif self.seeds_rows:
             self._reset_rows(lost)
         elapsed, total = self._elapsed + valid, self._return + reward
         metrics = self._metrics(info, done)
@@ -233,7 +236,16 @@ class HostEnv:
         if tuple(keys.shape) != (self.num_envs, 2):
             raise ValueError(f"a seed that is a tensor must be a key [2] or keys {[self.num_envs, 2]}, got shape {list(key.shape)}")
         seeds = (rng.bits(keys) >> 1).tolist()
-        return seeds if self._rowwise else seeds[0]
+        return seeds if self.seeds_rows else seeds[0]
+
+    def _check_equal_starts(self, keys: Tensor) -> None:
+        """Rows with equal keys have begun equally: what groups of rows are compared by."""
+        _, group = torch.unique(keys, dim=0, return_inverse=True)
+        first = torch.full_like(group, self.num_envs).scatter_reduce(0, group, torch.arange(self.num_envs, device=group.device), "amin")[group]
+        other = ~_same(self._obs, tree.index(self._obs, first.to(self._home)))
+        if bool(other.any()):
+            why = "its reset does not honour the seed" if self.seeds_rows else "it cannot be seeded row by row"
+            raise RuntimeError(f"{self.spec.name}: rows with equal keys did not begin equally ({_name_rows(other)}): {why}")
 
     def _give(self, action: Tensor) -> Any:
         """An action of a policy as the environment takes it."""
@@ -258,7 +270,7 @@ class HostEnv:
             return
         obs, _ = self.env.reset(options={"reset_mask": mask.cpu().numpy()})
         fresh = self._reader.observation(obs)
-        if not self._rowwise:
+        if not self.seeds_rows:
             moved = ~_same(fresh, self._obs) & ~mask
             if bool(moved.any()):
                 raise RuntimeError(
