@@ -167,8 +167,11 @@ def _build_env(config: RunConfig, source: str, rows: int, opened: ExitStack) -> 
     cfg = config.trainer
     name, algorithm, dtype = cfg.learning_env.name, config.algorithm.name, DTYPES[cfg.dtype]
     with _refused(source, "trainer.learning_env.cfg"):
-        if name.lower().startswith(GYMNASIUM) and "seed" in cfg.learning_env.cfg:
-            raise ValueError("takes no 'seed': every row is seeded from trainer.seed, and for evaluation from trainer.eval_seed")
+        elsewhere = {"num_envs": "trainer.num_envs", "device": "trainer.device", "dtype": "trainer.dtype"}
+        if name.lower().startswith(GYMNASIUM):
+            elsewhere["seed"] = "trainer.seed, from which every row is seeded"
+        for key in sorted(set(elsewhere) & set(cfg.learning_env.cfg)):
+            raise ValueError(f"takes no {key!r}; set {elsewhere[key]}")
         env = build_learning_env(name, num_envs=rows, device=cfg.device, dtype=None if dtype == torch.float32 else dtype, **cfg.learning_env.cfg)
     if isinstance(env, HostEnv):
         opened.callback(env.close)

@@ -40,7 +40,7 @@ LAYERS = (
 RANK = {room: rank for rank, rooms in enumerate(LAYERS) for room in rooms}
 CORE = RANK["algorithms"]
 # Doors to the outside, by name.
-IMPURE = ("envs/host.py", "envs/gymnasium_env.py", "envs/mujoco/")
+IMPURE = ("envs/host.py", "envs/host_values.py", "envs/gymnasium_env.py", "envs/mujoco/")
 HEAVY = ("rich", "matplotlib", "tensorboard", "wandb", "pydantic", "ruamel", "safetensors")
 
 FILES = sorted(PACKAGE.rglob("*.py"))

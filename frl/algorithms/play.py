@@ -51,11 +51,10 @@ def check_fit(env: Any, policy: Any, what: str) -> None:
         raise ValueError(f"the policy has {kind} actions of shape {list(action.shape)}, but the action space of {name!r} is {space}")
     if isinstance(dist, CategoricalParams):
         rising = torch.arange(dist.logits.shape[-1], dtype=torch.get_default_dtype())
-        first, last = (policy.distribution.mode(CategoricalParams(logits=x)).tolist() for x in (-rising, rising))
-        start = np.asarray(space.start)
-        own = start.tolist(), (start + (space.n if isinstance(space, spaces.Discrete) else space.nvec) - 1).tolist()
-        if (first, last) != own:
-            raise ValueError(f"the policy chooses among the actions {first} to {last}, but the action space of {name!r} is {space}")
+        first, last = ([int(i) for i in policy.distribution.mode(CategoricalParams(logits=x)).reshape(-1)] for x in (-rising, rising))
+        start, sizes = np.ravel(space.start), np.ravel(space.n if isinstance(space, spaces.Discrete) else space.nvec)
+        if (first, last) != ([int(i) for i in start], [int(i) for i in start + sizes - 1]):
+            raise ValueError(f"the policy chooses actions from {first} to {last}, but the action space of {name!r} is {space}")
 
 
 def make_begin(env: Any, *, mode: str = "inductor") -> Callable[[Tensor, PyTree], PyTree]:

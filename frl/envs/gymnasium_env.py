@@ -12,6 +12,7 @@ from typing import Any
 
 import gymnasium
 import torch
+from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 
 from frl.envs.host import AUTORESET_MODES, HostEnv, check_seed
@@ -56,21 +57,18 @@ def gymnasium_env(
     if autoreset is not None and autoreset not in AUTORESET_MODES:
         raise ValueError(f"autoreset must be one of {', '.join(AUTORESET_MODES)}, got {autoreset!r}")
     seed = check_seed(seed)
-    module, _, plain_id = env_id.rpartition(":")
-    try:
-        if module:
-            importlib.import_module(module)
-        spec = gymnasium.spec(plain_id)
-    except (gymnasium.error.Error, ModuleNotFoundError) as error:
-        raise ValueError(f"unknown gymnasium environment {env_id!r}: {error}") from error
+    spec = gymnasium_spec(env_id)
     options = dict(vector_kwargs or {})
-    if vectorization == "vector_entry_point":
-        env = gymnasium.make_vec(env_id, num_envs=num_envs, vectorization_mode=vectorization, vector_kwargs=options, **kwargs)
-    else:
-        options["autoreset_mode"] = AUTORESET_MODES[autoreset or "same_step"]
-        make = functools.partial(_make_row, env_id, kwargs, os.getpid())
-        with _one_thread_for_children():
-            env = (SyncVectorEnv if vectorization == "sync" else AsyncVectorEnv)([make] * num_envs, **options)
+    try:
+        if vectorization == "vector_entry_point":
+            env = gymnasium.make_vec(env_id, num_envs=num_envs, vectorization_mode=vectorization, vector_kwargs=options, **kwargs)
+        else:
+            options["autoreset_mode"] = AUTORESET_MODES[autoreset or "same_step"]
+            make = functools.partial(_make_row, env_id, kwargs, os.getpid())
+            with _one_thread_for_children():
+                env = (SyncVectorEnv if vectorization == "sync" else AsyncVectorEnv)([make] * num_envs, **options)
+    except gymnasium.error.Error as error:
+        raise ValueError(f"gymnasium cannot make {env_id!r}: {error}") from error
     try:
         host = HostEnv(env, device=device, dtype=dtype, name=f"gymnasium:{env_id}", seed=seed, autoreset=autoreset, missing_final_obs=missing_final_obs)
     except (TypeError, ValueError):
@@ -79,6 +77,17 @@ def gymnasium_env(
     limit = kwargs.get("max_episode_steps") or spec.max_episode_steps
     host.spec = dataclasses.replace(host.spec, max_episode_steps=limit if limit and limit > 0 else None)
     return host
+
+
+def gymnasium_spec(env_id: str) -> EnvSpec:
+    """What gymnasium has registered under an id, whose module (``"module:ID"``) is imported; ``ValueError`` for an unknown one."""
+    module, _, plain_id = env_id.rpartition(":")
+    try:
+        if module:
+            importlib.import_module(module)
+        return gymnasium.spec(plain_id)
+    except (gymnasium.error.Error, ModuleNotFoundError) as error:
+        raise ValueError(f"unknown gymnasium environment {env_id!r}: {error}") from error
 
 
 def _make_row(env_id: str, kwargs: Mapping[str, Any], learner: int) -> gymnasium.Env:

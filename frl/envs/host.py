@@ -10,18 +10,17 @@ environment: the state of a rollout lives in it, and cannot be put back. :mod:`f
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv, VectorEnv
 from torch import Tensor
 
 from frl import rng, tree
 from frl.envs.env import EnvSpec
-from frl.envs.host_reading import Reader, filler
+from frl.envs.host_values import Reader, Writer, filler, policy_action_space
 from frl.envs.vector import RESERVED_METRICS
 from frl.observations import encoded_space
 from frl.types import LearningVecEnv, Metrics, PyTree, TimeStep
@@ -89,9 +88,9 @@ class HostEnv:
         base = getattr(env, "unwrapped", env)
         self.seeds_rows = isinstance(base, (SyncVectorEnv, AsyncVectorEnv))
         self._reader = Reader(space=env.single_observation_space, num_envs=self.num_envs, device=self._home, dtype=dtype, numpy=self._numpy)
-        self._action_space = env.single_action_space
+        self._writer = Writer(space=env.single_action_space, num_envs=self.num_envs, device=self._home, numpy=self._numpy, clip=clip_actions)
         self.single_observation_space = encoded_space(env.single_observation_space, dtype)
-        self.single_action_space = _policy_action_space(self._action_space)
+        self.single_action_space = policy_action_space(env.single_action_space)
         inner: Any = base.envs[0].spec if isinstance(base, SyncVectorEnv) else getattr(env, "spec", None)
         mask = getattr(env, "observation_normalize_mask", None)
         self.spec = EnvSpec(
@@ -102,10 +101,7 @@ class HostEnv:
             normalize_mask=None if mask is None else tuple(bool(flag) for flag in mask),
         )
         self.autoreset = self._autoreset(autoreset)
-        self.missing_final_obs, self._clip, self._seed = missing_final_obs, clip_actions, check_seed(seed)
-        self._bounds: list[Tensor] | None = None
-        if isinstance(self._action_space, spaces.Box):
-            self._bounds = [torch.from_numpy(np.array(x)).reshape(-1).to(self._home) for x in (self._action_space.low, self._action_space.high)]
+        self.missing_final_obs, self._seed = missing_final_obs, check_seed(seed)
         self._obs: PyTree = None
         self._names: dict[str, torch.dtype] = {}
         self._warned: set[str] = set()
@@ -162,7 +158,7 @@ class HostEnv:
         if seed is None and self._obs is None:
             seed = self._seed
         given: Any = self._seeds(seed) if isinstance(seed, Tensor) else check_seed(seed)
-        obs, _ = self.env.reset(seed=given)
+        obs, _ = self._ask(self.env.reset, seed=given)
         self._obs = self._reader.observation(obs)
         if isinstance(seed, Tensor) and seed.ndim == 2:
             self._check_equal_starts(seed)
@@ -193,7 +189,7 @@ class HostEnv:
         if self._obs is None:
             raise RuntimeError(f"{self.spec.name}: reset comes before the first step")
         before, valid = self._obs, ~self._pending
-        obs, reward, terminated, truncated, info = self.env.step(self._give(action))
+        obs, reward, terminated, truncated, info = self._ask(self.env.step, self._writer.action(action))
         after = self._reader.observation(obs)
         reward = torch.where(valid, self._reader.rows(reward, torch.float64), 0.0)
         ended, truncated = (self._reader.rows(flag, torch.bool) & valid for flag in (terminated, truncated))
@@ -215,10 +211,18 @@ class HostEnv:
         return TimeStep(obs=self._obs, final_obs=final, reward=reward.to(self.dtype), terminated=ended | nonfinite, truncated=truncated, metrics=metrics)
 
     def close(self) -> None:
-        """Close the wrapped environment; a second call does nothing."""
-        if not self._closed:
-            self._closed = True
+        """Close the wrapped environment; a second call does nothing. Processes are ended, even when some of them are dead already."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
             self.env.close()
+        except (EOFError, OSError):
+            for process in self._processes():
+                if process.is_alive():
+                    process.terminate()
+                process.join()
+            self.env.closed = True
 
     def __enter__(self) -> HostEnv:
         return self
@@ -228,6 +232,20 @@ class HostEnv:
 
     def __repr__(self) -> str:
         return f"HostEnv({self.spec.name!r}, num_envs={self.num_envs}, autoreset={self.autoreset!r})"
+
+    def _processes(self) -> Sequence[Any]:
+        base = getattr(self.env, "unwrapped", self.env)
+        return base.processes if isinstance(base, AsyncVectorEnv) else ()
+
+    def _ask(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """``call(*args)``; when a process of the environment is dead, that is said."""
+        try:
+            return call(*args, **options)
+        except (EOFError, ConnectionError) as error:
+            for process in self._processes():
+                process.join(timeout=1.0)
+            dead = [f"row {i} (exit code {process.exitcode})" for i, process in enumerate(self._processes()) if process.exitcode is not None]
+            raise RuntimeError(f"{self.spec.name}: a process of the environment ended: {', '.join(dead) or type(error).__name__}") from error
 
     # -- to the environment --------------------------------------------------------------------------------------------------------------------
 
@@ -247,28 +265,11 @@ class HostEnv:
             why = "its reset does not honour the seed" if self.seeds_rows else "it cannot be seeded row by row"
             raise RuntimeError(f"{self.spec.name}: rows with equal keys did not begin equally ({_name_rows(other)}): {why}")
 
-    def _give(self, action: Tensor) -> Any:
-        """An action of a policy as the environment takes it."""
-        space = self._action_space
-        width = tuple(self.single_action_space.shape or ())
-        if not isinstance(action, Tensor) or tuple(action.shape) != (self.num_envs, *width):
-            raise ValueError(f"an action for {space} must be a tensor of shape {[self.num_envs, *width]}, got {getattr(action, 'shape', action)}")
-        action = action.detach().to(self._home)
-        if self._bounds is not None:
-            action = action.to(self._bounds[0].dtype)
-            action = torch.clamp(action, *self._bounds) if self._clip else action
-        elif action.is_floating_point() or action.dtype == torch.bool:
-            raise TypeError(f"an action for {space} must be integers, got {action.dtype}")
-        elif self._numpy:
-            _check_choices(self.single_action_space, action)
-        action = action.reshape(self.num_envs, *(space.shape or ()))
-        return action.numpy().astype(space.dtype) if self._numpy else action
-
     def _reset_rows(self, mask: Tensor) -> None:
         """New episodes in the rows of ``mask``, whose observations replace those to act on next."""
         if not bool(mask.any()):
             return
-        obs, _ = self.env.reset(options={"reset_mask": mask.cpu().numpy()})
+        obs, _ = self._ask(self.env.reset, options={"reset_mask": mask.cpu().numpy()})
         fresh = self._reader.observation(obs)
         if not self.seeds_rows:
             moved = ~_same(fresh, self._obs) & ~mask
@@ -341,26 +342,6 @@ def check_seed(seed: Any) -> int | None:
     if seed < 0:
         raise ValueError(f"seed must be at least 0, got {seed}")
     return int(seed)
-
-
-def _policy_action_space(space: spaces.Space) -> spaces.Space:
-    """The action space as policies read it: one vector, or one choice."""
-    if isinstance(space, spaces.Discrete):
-        return space
-    if isinstance(space, spaces.MultiDiscrete):
-        return spaces.MultiDiscrete(space.nvec.reshape(-1), start=space.start.reshape(-1)) if space.nvec.ndim != 1 else space
-    if isinstance(space, spaces.MultiBinary):
-        return spaces.MultiDiscrete(np.full(int(np.prod(space.shape)), 2))
-    if isinstance(space, spaces.Box):
-        return space if len(space.shape) == 1 else spaces.Box(space.low.reshape(-1), space.high.reshape(-1), dtype=space.dtype.type)  # pyright: ignore[reportArgumentType]
-    raise TypeError(f"actions of {type(space).__name__} have no form as one tensor (known: Box, Discrete, MultiDiscrete, MultiBinary); wrap the env")
-
-
-def _check_choices(space: Any, action: Tensor) -> None:
-    n = space.n if isinstance(space, spaces.Discrete) else space.nvec
-    index = action.numpy() - space.start
-    if bool((index < 0).any()) or bool((index >= n).any()):
-        raise ValueError(f"an action is outside {space}: got values from {int(action.min())} to {int(action.max())}; the start offset is part of an action")
 
 
 def _finite(obs: PyTree) -> Tensor:

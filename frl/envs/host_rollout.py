@@ -12,7 +12,7 @@ from torch import Tensor
 from frl import compile as compiler
 from frl import tree
 from frl.envs.host import HostEnv
-from frl.envs.host_reading import filler
+from frl.envs.host_values import filler
 from frl.observations import flatten_observation_groups
 from frl.types import Metrics, Normalizer, Params, PyTree, TimeStep, Trajectory
 

@@ -46,8 +46,9 @@ def get_registered_learning_env_names() -> list[str]:
 def get_learning_env_factory(name: str) -> Callable[..., Any]:
     """The factory under ``name`` (of :func:`~frl.envs.gymnasium_env.gymnasium_env` for ``gymnasium:ID``); ``ValueError`` that lists the names otherwise."""
     if isinstance(name, str) and name.lower().startswith(GYMNASIUM):
-        from frl.envs.gymnasium_env import gymnasium_env
+        from frl.envs.gymnasium_env import gymnasium_env, gymnasium_spec
 
+        gymnasium_spec(name[len(GYMNASIUM) :])
         return functools.partial(gymnasium_env, name[len(GYMNASIUM) :])
     if isinstance(name, str) and name.lower() in _ALIASES and name.lower() not in _REGISTRY.names():
         name = _ALIASES[name.lower()]

@@ -1,7 +1,8 @@
-"""What a host environment says, as tensors: observations, numbers of the rows, final observations and metrics in the forms that ``info`` has them."""
+"""What passes between a host environment and the library: actions on the way in; observations, rewards, flags and ``info`` on the way out."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -91,6 +92,68 @@ class Reader:
         if x.dtype.kind == "u" and x.dtype.itemsize > 1:
             x = x.astype(np.float64 if x.dtype.itemsize == 8 else np.int64)
         return torch.from_numpy(np.ascontiguousarray(x)).to(self.device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Writer:
+    """How actions of a policy are given to one environment.
+
+    Attributes:
+        space: its action space, as declared.
+        num_envs: N.
+        device: where the environment is.
+        numpy: it speaks numpy.
+        clip: clip to the bounds of a ``Box``.
+    """
+
+    space: spaces.Space
+    num_envs: int
+    device: torch.device
+    numpy: bool
+    clip: bool
+
+    @functools.cached_property
+    def _bounds(self) -> list[Tensor] | None:
+        if not isinstance(self.space, spaces.Box):
+            return None
+        return [torch.from_numpy(np.array(x)).reshape(-1).to(self.device) for x in (self.space.low, self.space.high)]
+
+    def action(self, action: Tensor) -> Any:
+        """An action ``[N, A]`` or ``[N]`` as the environment takes it; ``TypeError`` or ``ValueError`` for one that does not fit."""
+        space = self.space
+        width = tuple(policy_action_space(space).shape or ())
+        if not isinstance(action, Tensor) or tuple(action.shape) != (self.num_envs, *width):
+            raise ValueError(f"an action for {space} must be a tensor of shape {[self.num_envs, *width]}, got {getattr(action, 'shape', action)}")
+        action = action.detach().to(self.device)
+        if self._bounds is not None:
+            action = action.to(self._bounds[0].dtype)
+            action = torch.clamp(action, *self._bounds) if self.clip else action
+        elif action.is_floating_point() or action.dtype == torch.bool:
+            raise TypeError(f"an action for {space} must be integers, got {action.dtype}")
+        elif self.numpy:
+            _check_choices(policy_action_space(space), action)
+        action = action.reshape(self.num_envs, *(space.shape or ()))
+        return action.numpy().astype(space.dtype) if self.numpy else action
+
+
+def policy_action_space(space: spaces.Space) -> spaces.Space:
+    """The action space as policies read it: one vector, or one choice."""
+    if isinstance(space, spaces.Discrete):
+        return space
+    if isinstance(space, spaces.MultiDiscrete):
+        return spaces.MultiDiscrete(space.nvec.reshape(-1), start=space.start.reshape(-1)) if space.nvec.ndim != 1 else space
+    if isinstance(space, spaces.MultiBinary):
+        return spaces.MultiDiscrete(np.full(int(np.prod(space.shape)), 2))
+    if isinstance(space, spaces.Box):
+        return space if len(space.shape) == 1 else spaces.Box(space.low.reshape(-1), space.high.reshape(-1), dtype=space.dtype.type)  # pyright: ignore[reportArgumentType]
+    raise TypeError(f"actions of {type(space).__name__} have no form as one tensor (known: Box, Discrete, MultiDiscrete, MultiBinary); wrap the env")
+
+
+def _check_choices(space: Any, action: Tensor) -> None:
+    n = space.n if isinstance(space, spaces.Discrete) else space.nvec
+    index = action.numpy() - space.start
+    if bool((index < 0).any()) or bool((index >= n).any()):
+        raise ValueError(f"an action is outside {space}: got values from {int(action.min())} to {int(action.max())}; the start offset is part of an action")
 
 
 def filler(dtype: torch.dtype, like: Tensor) -> Tensor:
