@@ -26,7 +26,7 @@ LAYERS = (
     ("tree", "packing"),
     ("numerics", "philox", "rng", "native", "compile", "scan"),
     ("networks", "distributions", "observations"),
-    ("envs", "policies", "policy_registry", "actor_critic", "normalizers"),
+    ("envs", "policies", "policy_registry", "heads", "actor_critic", "normalizers"),
     ("losses", "returns", "advantages", "gradients", "rollout", "optim"),
     ("algorithms", "population"),
     ("train", "evaluate", "checkpoint", "logs", "plots", "render"),
