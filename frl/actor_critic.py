@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -16,43 +15,13 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from frl import rng
-from frl.distributions import CategoricalParams, categorical, multi_categorical
+from frl.heads import head_for
 from frl.networks import Network, check_size
-from frl.policies import Head, Policy, as_network, box_bounds, gaussian_head, log_std_limits
-from frl.policy_registry import POLICIES, action_count, observation_dim, resolve_policy_obs_groups
+from frl.policies import Policy, as_network
+from frl.policy_registry import POLICIES, observation_dim, resolve_policy_obs_groups
 from frl.types import Params
 
 ACTION_STD_RANGE = (1e-6, 1e6)
-
-
-def categorical_head(space: spaces.Space) -> Head:
-    """``logits = output`` for a ``Discrete`` space, or a ``MultiDiscrete`` one of shape ``(A,)``, with their own names of the choices (``start``).
-
-    Raises:
-        TypeError: for another space.
-    """
-    if isinstance(space, spaces.Discrete):
-        dist = categorical(int(space.n), int(space.start))
-    elif isinstance(space, spaces.MultiDiscrete) and len(space.shape) == 1:
-        dist = multi_categorical(space.nvec, space.start)
-    else:
-        raise TypeError(f"categorical actions need a Discrete space or a MultiDiscrete one of shape (A,), got {space}")
-    return Head(distribution=dist, width=dist.noise_dim, init=lambda dtype, device: {}, read=lambda params, out: CategoricalParams(logits=out))
-
-
-def _head(space: Any, distribution: str | None, log_std_range: Any, action_std_range: Any, **std: Any) -> Head:
-    if isinstance(space, (spaces.Box, Integral)):
-        name = "normal" if distribution is None else distribution
-        low, high = ACTION_STD_RANGE
-        limits = log_std_limits(log_std_range, action_std_range, (math.log(low), math.log(high)))
-        return gaussian_head(action_count(space), distribution=name, **box_bounds(name, space), log_std_range=limits, **std)
-    head = categorical_head(space)
-    if distribution not in (None, "categorical"):
-        raise ValueError(f"distribution {distribution!r} does not fit the action space {space}, whose policy is 'categorical'")
-    for name, value in {**std, "log_std_range": log_std_range, "action_std_range": action_std_range}.items():
-        if value is not None and value is not False:
-            raise ValueError(f"{name} has no effect on the categorical policy of {space}; leave it out")
-    return head
 
 
 def actor_critic(
@@ -107,11 +76,13 @@ def actor_critic(
     for name, value in (("actor_obs_normalization", actor_obs_normalization), ("critic_obs_normalization", critic_obs_normalization)):
         if not isinstance(value, bool):
             raise TypeError(f"{name} must be a bool, got {value!r}")
-    head = _head(
+    low, high = ACTION_STD_RANGE
+    head = head_for(
         action_space,
-        distribution,
-        log_std_range,
-        action_std_range,
+        default_range=(math.log(low), math.log(high)),
+        distribution=distribution,
+        log_std_range=log_std_range,
+        action_std_range=action_std_range,
         initial_action_std=initial_action_std,
         initial_log_std=initial_log_std,
         state_dependent_std=state_dependent_std,

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import secrets
+import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from frl import tree
-from frl.algorithms.registry import build_algo
+from frl import rng
+from frl.algorithms.registry import build_algo, is_differentiable
 from frl.config import ConfigError, RunConfig, dump_run_config
-from frl.envs.registry import build_learning_env, get_learning_env_factory
+from frl.envs.host import HostEnv
+from frl.envs.registry import GYMNASIUM, build_learning_env, get_learning_env_factory
 from frl.envs.vector import VecEnv
 from frl.normalizers import empirical_normalizer, running_normalizer
 from frl.optim import coerce_lr_scheduler_cfg, coerce_optimizer_cfg
 from frl.policies import build_policy
 from frl.train import LoopConfig
-from frl.types import Algorithm, Normalizer
+from frl.types import Algorithm, Normalizer, TrainState
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 FINAL_SEED = 1_000_003  # added to eval_seed: the final evaluation plays episodes that no earlier one has played
@@ -32,14 +33,34 @@ class RunParts:
     """Everything that a run file describes, built."""
 
     config: RunConfig
-    env: VecEnv
-    eval_env: VecEnv
+    env: VecEnv | HostEnv
+    eval_env: VecEnv | HostEnv
     policy: Any
     normalizer: Normalizer | None
     algorithm: Algorithm
     loop_config: LoopConfig
     seed: int
     eval_seed: int
+
+    def close(self) -> None:
+        """Close host environments, with the processes that they have; functional ones hold nothing."""
+        for env in (self.env, self.eval_env):
+            if isinstance(env, HostEnv):
+                env.close()
+
+    def resumed(self, state: TrainState) -> TrainState:
+        """A restored state as a run goes on from it.
+
+        The state of a host environment cannot be saved: its rows begin new episodes, drawn from the restored key, and with them what the state has of the
+        episodes that were under way. A warning says so.
+        """
+        if not isinstance(self.env, HostEnv):
+            return state
+        text = "keeps its state to itself: its rows begin new episodes, so the resumed run is another one than a run without a stop would have been"
+        warnings.warn(f"{self.env.spec.name} {text}", RuntimeWarning)
+        key, k_env = rng.split(state.key, 2)
+        begun = {"reward_returns": torch.zeros_like(state.extra["reward_returns"])} if "reward_returns" in state.extra else {}
+        return state._replace(key=key, env_state=self.env.reset(self.env.row_keys(k_env)), extra={**state.extra, **begun})
 
 
 def build_run(config: RunConfig, *, source: str = "RunConfig", schedule_updates: int | None = None) -> RunParts:
@@ -52,7 +73,16 @@ def build_run(config: RunConfig, *, source: str = "RunConfig", schedule_updates:
 
     Raises:
         ConfigError: names that are not registered and values that the parts refuse, with their key path.
+
+    Host environments are open in what is returned: call ``close`` when the run is over.
     """
+    with ExitStack() as opened:
+        parts = _build(config, source, schedule_updates, opened)
+        opened.pop_all()
+    return parts
+
+
+def _build(config: RunConfig, source: str, schedule_updates: int | None, opened: ExitStack) -> RunParts:
     cfg = config.trainer
     for module in cfg.imports:
         try:
@@ -71,24 +101,16 @@ def build_run(config: RunConfig, *, source: str = "RunConfig", schedule_updates:
     seed = secrets.randbelow(2**31) if cfg.seed == -1 else cfg.seed
     eval_seed = seed + 10_000 if cfg.eval_seed is None else cfg.eval_seed
     dtype = DTYPES[cfg.dtype]
-    name, env_cfg = cfg.learning_env.name, dict(cfg.learning_env.cfg)
+    name = cfg.learning_env.name
     with _refused(source, "trainer.learning_env.name"):
         get_learning_env_factory(name)
-    with _refused(source, "trainer.learning_env.cfg"):
-        env = build_learning_env(name, num_envs=cfg.num_envs, device=cfg.device, **env_cfg)
-        eval_env = build_learning_env(name, num_envs=cfg.num_eval_envs, device=cfg.device, **env_cfg)
-    for vec in (env, eval_env):
-        if not isinstance(vec, VecEnv):
-            text = f"{name!r} is not a functional environment, which algorithm {config.algorithm.name!r} needs"
-            raise ConfigError(source, [f"trainer.learning_env.name: {text}"])
-    if dtype != torch.float32:
-        env, eval_env = _cast(env, dtype), _cast(eval_env, dtype)
+    env, eval_env = (_build_env(config, source, count, opened) for count in (cfg.num_envs, cfg.num_eval_envs))
     blocks = dump_run_config(config)
     with _refused(source, "policy"):
         policy = build_policy(blocks["policy"], env.single_observation_space, env.single_action_space)
     normalizer = None
     if cfg.normalize_observations:
-        normalizer = running_normalizer(policy.obs_dim, mask=env.env.spec.normalize_mask, initial_count=1e-4)
+        normalizer = running_normalizer(policy.obs_dim, mask=env.spec.normalize_mask, initial_count=1e-4)
     elif getattr(policy, "actor_obs_normalization", False):
         normalizer = empirical_normalizer(policy.obs_dim)
     algo_cfg = dict(blocks["algorithm"].get("cfg", {}))
@@ -141,9 +163,27 @@ def _refused(source: str, where: str) -> Iterator[None]:
         raise ConfigError(source, [f"{where}: {' '.join(str(error).split())}"]) from error
 
 
-def _cast(vec: VecEnv, dtype: torch.dtype) -> VecEnv:
-    params = tree.map(lambda x: x.to(dtype) if x.is_floating_point() else x, vec.env.default_params)
-    return dataclasses.replace(vec, env=dataclasses.replace(vec.env, default_params=params))
+def _build_env(config: RunConfig, source: str, rows: int, opened: ExitStack) -> VecEnv | HostEnv:
+    """Rows of the run's environment, closed with ``opened`` if they need to be; of a kind that the algorithm can train on."""
+    cfg = config.trainer
+    name, algorithm, dtype = cfg.learning_env.name, config.algorithm.name, DTYPES[cfg.dtype]
+    with _refused(source, "trainer.learning_env.cfg"):
+        elsewhere = {"num_envs": "trainer.num_envs", "device": "trainer.device", "dtype": "trainer.dtype"}
+        if name.lower().startswith(GYMNASIUM):
+            elsewhere["seed"] = "trainer.seed, from which every row is seeded"
+        for key in sorted(set(elsewhere) & set(cfg.learning_env.cfg)):
+            raise ValueError(f"takes no {key!r}; set {elsewhere[key]}")
+        env = build_learning_env(name, num_envs=rows, device=cfg.device, dtype=None if dtype == torch.float32 else dtype, **cfg.learning_env.cfg)
+    if isinstance(env, HostEnv):
+        opened.callback(env.close)
+        with _refused(source, "algorithm.name"):
+            through = is_differentiable(algorithm)
+        if through:
+            text = f"{name!r} is a host environment, through which algorithm {algorithm!r} cannot differentiate; take a functional one, or ppo or grpo"
+            raise ConfigError(source, [f"trainer.learning_env.name: {text}"])
+    elif not isinstance(env, VecEnv):
+        raise ConfigError(source, [f"trainer.learning_env.name: {name!r} made a {type(env).__name__}, which is neither a functional nor a host environment"])
+    return env
 
 
 def _steps_per_update(config: RunConfig) -> int:

@@ -317,17 +317,29 @@ def _fake(tensors: Sequence[Tensor], device: str | None = None) -> list[Tensor]:
 def _decompositions() -> dict:
     from torch._inductor.decomposition import select_decomp_table
 
-    return {**select_decomp_table(), torch.ops.aten.tanh.default: _tanh, torch.ops.aten.mm.default: _thin_mm}
+    return {**select_decomp_table(), torch.ops.aten.tanh.default: _tanh, torch.ops.aten.mm.default: _thin_mm, torch.ops.aten.addmm.default: _thin_addmm}
 
 
 def _thin_mm(a: Tensor, b: Tensor) -> Tensor:
-    """A product over at most four terms as sums that fuse with what is around them: the library call for it is slower than writing its result."""
+    """A product over at most four terms as sums that fuse with what is around them: the library call for it is slower than writing its result.
+
+    A product with few columns is computed transposed, which the library does several times as fast.
+    """
+    if 1 < b.shape[1] < 16 <= a.shape[0] and a.shape[1] > 16:
+        return torch.mm(b.t(), a.t()).t()
     if a.shape[1] > 4 or a.shape[1] == 0 or not a.is_floating_point():
         return NotImplemented
     out = a[:, 0:1] * b[0:1]
     for k in range(1, a.shape[1]):
         out = out + a[:, k : k + 1] * b[k : k + 1]
     return out
+
+
+def _thin_addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    """The transposed product of :func:`_thin_mm` where it is one, and the bias with what follows."""
+    if (beta, alpha) != (1, 1) or not 1 < b.shape[1] < 16:
+        return NotImplemented
+    return bias + torch.mm(a, b)
 
 
 def _tanh(x: Tensor) -> Tensor:

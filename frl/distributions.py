@@ -366,9 +366,10 @@ def _discrete(
         return Sample(action=squash(raw), raw=raw)
 
     def log_prob(params: CategoricalParams, sample: Sample | Tensor) -> Tensor:
-        scores, index = log_p(params), _raw_of(sample).to(torch.int64)
-        lead = torch.broadcast_shapes(scores.shape[:-1], index.shape)
-        return total(torch.gather(scores.expand(*lead, scores.shape[-1]), -1, index.expand(lead).unsqueeze(-1)).squeeze(-1))
+        scores, index = log_p(params), _raw_of(sample).to(torch.int64).unsqueeze(-1)
+        # Selected and not gathered: the gradient of a gather is a scatter, which keeps the loop around it from being vectorised.
+        chosen = index == torch.arange(scores.shape[-1], device=scores.device)
+        return total(torch.where(chosen, scores, 0.0).sum(-1))
 
     return Distribution(
         name=name,

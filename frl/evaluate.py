@@ -17,13 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from frl import compile as compiler
 from frl import rng
-from frl.envs.vector import VecEnv
-from frl.rollout import make_unroll
+from frl.algorithms.play import check_fit, make_begin, make_play
 from frl.types import Normalizer, Params, PyTree
 
 MODES = ("per_env_quota", "first_n")
+_OWN = ("row", "truncated", "episode_return", "episode_length", "success", "nonfinite", "valid")  # what is no value of the environment's
 _DOMAIN = 0x6576616C  # keeps the episodes of an evaluation seed apart from training with the same seed
 
 
@@ -73,7 +72,7 @@ def episode_keys(seed: int | Tensor, device: torch.device | str = "cpu") -> tupl
 
 
 def make_evaluator(
-    env: VecEnv,
+    env: Any,
     policy: Any,
     normalizer: Normalizer | None = None,
     *,
@@ -88,7 +87,8 @@ def make_evaluator(
     """Build ``evaluate(params, norm_state, *, num_episodes, seed, env_params=None, on_step=None) -> EvaluationResult``.
 
     Args:
-        env: rows to play on; they need not be those of training.
+        env: rows to play on (:func:`frl.make_vec_env`, or a :class:`frl.HostEnv`, which is reset and played: not the one that a training goes on in). They
+            need not be those of training: what fits the policy can be played.
         policy, normalizer: as trained.
         deterministic: act by the mode of the distribution.
         clip_actions: as in training.
@@ -100,18 +100,21 @@ def make_evaluator(
         compile_mode: a mode of :mod:`frl.compile`.
 
     Raises:
-        TypeError, ValueError: for bad counts, an unknown mode, or an environment without any limit.
+        TypeError, ValueError: for bad counts, an unknown mode, an environment that the policy does not fit, or one without any limit.
     """
     if mode not in MODES:
         raise ValueError(f"evaluation mode must be one of {', '.join(MODES)}, got {mode!r}")
     if max_steps is not None:
         max_steps = _count("max_steps", max_steps)
-    limit = env.env.spec.max_episode_steps
+    check_fit(env, policy, "evaluation")
+    limit = env.spec.max_episode_steps
     if limit is None and max_steps is None:
-        raise ValueError(f"environment {env.env.spec.name!r} has no time limit, so an episode may never end; pass max_steps")
+        raise ValueError(f"environment {env.spec.name!r} has no time limit, so an episode may never end; pass max_steps")
+    if limit is not None and getattr(env, "autoreset", None) == "next_step":
+        limit += 1  # vector steps of an episode: the one that resets its row is none of the episode's
     chunk = min(_count("chunk", chunk), limit or chunk)
-    unroll = make_unroll(env, policy, normalizer, record=("metrics",), deterministic=deterministic, clip_actions=clip_actions, horizon=chunk, mode=compile_mode)
-    begin = compiler.jit(lambda key, env_params: env.reset(env.row_keys(key), env_params), mode=compile_mode)
+    unroll = make_play(env, policy, normalizer, record=("metrics",), length=chunk, deterministic=deterministic, clip_actions=clip_actions, mode=compile_mode)
+    begin = make_begin(env, mode=compile_mode)
 
     def evaluate(
         params: Params,
@@ -129,9 +132,9 @@ def make_evaluator(
         quota = np.full(rows, num_episodes // rows) + (np.arange(rows) < num_episodes % rows)
         longest = math.inf if limit is None else limit * (int(quota.max()) if mode == "per_env_quota" else num_episodes)
         cap = min(longest, math.inf if max_steps is None else max_steps)
-        state = begin(k_env, env_params)
+        state = begin(env.row_keys(k_env), env_params)
         finished = np.zeros(rows, dtype=np.int64)
-        found: dict[str, list[np.ndarray]] = {}
+        found: list[dict[str, np.ndarray]] = []
         played, total = 0, 0
         with torch.no_grad():
             while played < cap and total < num_episodes:
@@ -152,13 +155,10 @@ def make_evaluator(
                 taken = done & within
                 finished = order[-1]
                 t, row = np.nonzero(taken)
-                found.setdefault("row", []).append(row)
-                for name, values in host.items():
-                    found.setdefault(name, []).append(values[t, row])
+                found.append({"row": row, **{name: values[t, row] for name, values in host.items()}})
                 total += len(t)
                 played += len(done)
-        episodes = {name: np.concatenate(parts) for name, parts in found.items()}
-        return _summarise(episodes, num_episodes - total)
+        return _summarise(_joined(found), num_episodes - total)
 
     return evaluate
 
@@ -172,6 +172,15 @@ def wilson_interval(successes: float, count: int, z: float = 1.96) -> tuple[floa
     centre = (rate + spread / 2) / (1 + spread)
     half = z / (1 + spread) * math.sqrt(rate * (1 - rate) / count + spread / (4 * count))
     return min(rate, max(0.0, centre - half)), max(rate, min(1.0, centre + half))  # rounding does not leave the rate outside
+
+
+def _joined(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Parts in a row. A host environment may come to report a metric late: earlier episodes have NaN there, or False."""
+    joined = {}
+    for name, last in parts[-1].items():
+        filler = False if last.dtype == bool else math.nan
+        joined[name] = np.concatenate([part[name] if name in part else np.full(len(part["row"]), filler) for part in parts])
+    return joined
 
 
 def _summarise(episodes: dict[str, np.ndarray], unfinished: int) -> EvaluationResult:
@@ -192,7 +201,7 @@ def _summarise(episodes: dict[str, np.ndarray], unfinished: int) -> EvaluationRe
         "eval/episodes": float(n),
         "eval/unfinished": float(unfinished),
     }
-    named = {k: v for k, v in episodes.items() if k not in ("row", "truncated", "episode_return", "episode_length", "success", "nonfinite")}
+    named = {k: v for k, v in episodes.items() if k not in _OWN}
     metrics.update({f"eval/metrics/{name}": mean(values) for name, values in named.items()})
     return EvaluationResult(
         metrics=metrics,
@@ -213,7 +222,7 @@ def evaluate_episodes(
     *,
     policy: Any,
     params: Params,
-    env: VecEnv,
+    env: Any,
     num_episodes: int,
     seed: int | Tensor = 0,
     normalizer: Normalizer | None = None,

@@ -44,7 +44,7 @@ class Packing:
         joined = []
         for group, tracked in zip(self.groups, self.tracked, strict=True):
             if tracked or not tracked_only:
-                joined.append(torch.cat([leaves[i].flatten(1) for i in group], 1) if len(group) > 1 else leaves[group[0]].contiguous())
+                joined.append(torch.cat([leaves[i].reshape(leaves[i].shape[0], -1) for i in group], 1) if len(group) > 1 else leaves[group[0]].contiguous())
         return joined
 
     def split_stacked(self, packs: Sequence[Tensor]) -> list[Tensor]:

@@ -78,23 +78,26 @@ def train_from_config(
         if config.trainer.threads is not None:
             torch.set_num_threads(config.trainer.threads)
         torch.use_deterministic_algorithms(config.trainer.torch_deterministic or deterministic)
-        return _run(config, label, source, resume_scheduler == "restart", profile, progress, started)
+        with ExitStack() as opened:
+            return _run(config, label, source, resume_scheduler == "restart", profile, progress, started, opened)
     finally:
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(deterministic)
 
 
-def _run(config: RunConfig, label: str, source: Path | None, restart: bool, profile: bool, progress: bool, started: float) -> dict[str, Any]:
+def _run(config: RunConfig, label: str, source: Path | None, restart: bool, profile: bool, progress: bool, started: float, opened: ExitStack) -> dict[str, Any]:
     compiled = compiler.compile_seconds()
     cfg = config.trainer
     saved = None if source is None else SavedRun.read(source)
     schedule = bind_schedule(config, label, saved, restart)
     parts = build_run(config, source=label, schedule_updates=schedule["updates"])
+    opened.callback(parts.close)
     environment = environment_record(parts.env.device, cfg.compile_mode)
     state = parts.algorithm.init(rng.key(parts.seed, parts.env.device))
     loop = LoopState()
     if saved is not None:
         state, loop = resume_state(saved, state, config, environment, restart)
+        state = parts.resumed(state)
     evaluate = make_evaluator(
         parts.eval_env,
         parts.policy,

@@ -15,10 +15,11 @@ from torch import nn
 from torch.distributions import Categorical, Independent, Normal
 
 from frl import rng, tree
-from frl.actor_critic import actor_critic, categorical_head, join_parameter_groups, optimization_parameter_groups
+from frl.actor_critic import actor_critic, join_parameter_groups, optimization_parameter_groups
 from frl.distributions import CategoricalParams, NormalParams
 from frl.envs.env import Env, EnvSpec
 from frl.envs.vector import make_vec_env
+from frl.heads import categorical_head
 from frl.networks import mlp
 from frl.policies import Policy, build_policy, get_registered_policy_names, register_policy
 from frl.rollout import make_unroll

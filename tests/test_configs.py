@@ -65,9 +65,16 @@ def test_a_run_file_says_what_it_is_for(path: Path):
     if path.suffix != ".json":
         assert path.read_text(encoding="utf-8").startswith("# ")
     config = load_run_config(path)
-    # The folder is the task, the file is the algorithm.
-    assert config.trainer.learning_env.name == path.parent.name
-    assert path.stem.startswith(config.algorithm.name)
+    name, algorithm = config.trainer.learning_env.name, config.algorithm.name
+    if path.parent.name == "gymnasium":
+        # The file is the environment and the algorithm.
+        environment = name.removeprefix("gymnasium:").split("-")[0].lower()
+        assert name.startswith("gymnasium:")
+        assert path.stem.startswith(f"{environment}_{algorithm}")
+    else:
+        # The folder is the task, the file is the algorithm.
+        assert name == path.parent.name
+        assert path.stem.startswith(algorithm)
     assert config.trainer.exp_name is not None
 
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from frl import rng, tree
-from frl.distributions import NormalParams
+from frl.distributions import CategoricalParams, NormalParams
+from frl.heads import action_noise
 from frl.networks import Network, mlp
 from frl.policies import (
     Policy,
-    action_noise,
     actor_only,
     build_policy,
     get_policy_class,
@@ -244,7 +244,8 @@ def test_squashed_actions_fill_the_box_in_every_path():
     ("kwargs", "error", "text"),
     [
         ({"distribution": "tanh"}, ValueError, "unknown distribution 'tanh'.*tanh_normal"),
-        ({"distribution": "tanh_normal"}, ValueError, "needs the action box"),
+        ({"distribution": "tanh_normal"}, TypeError, "must be a Box, or from action_low and action_high"),
+        ({"distribution": "tanh_normal", "action_low": -1.0}, ValueError, "needs the action box"),
         ({"action_low": -1.0, "action_high": 1.0}, ValueError, "no effect on a 'normal' distribution"),
         ({"initial_log_std": 2.5}, ValueError, r"2.5 lies outside the range \[-5, 2\]"),
         ({"initial_log_std": math.nan}, ValueError, "initial_log_std must be finite"),
@@ -257,7 +258,13 @@ def test_squashed_actions_fill_the_box_in_every_path():
         ({"log_std_range": (0.0, math.inf)}, ValueError, "finite"),
         ({"state_dependent_std": 1}, TypeError, "state_dependent_std"),
         ({"obs_dim": 0}, ValueError, "obs_dim"),
-        ({"action_dim": True}, TypeError, "action_dim"),
+        ({"action_space": True}, TypeError, "action space"),
+        ({"action_space": 0}, ValueError, "action space"),
+        ({"action_space": spaces.MultiBinary(2)}, TypeError, "categorical actions need"),
+        ({"action_space": spaces.Discrete(2), "initial_log_std": 0.0}, ValueError, "initial_log_std has no effect"),
+        ({"action_space": spaces.Discrete(2), "action_low": -1.0}, ValueError, "action_low has no effect"),
+        ({"action_space": spaces.Discrete(2), "distribution": "normal"}, ValueError, "does not fit the action space"),
+        ({"action_space": spaces.Discrete(3), "network": nn.Linear(4, 2)}, ValueError, r"must map \[2, 4\] to \[2, 3\]"),
         ({"network": nn.Linear(4, 3)}, ValueError, r"must map \[2, 4\] to \[2, 2\], got \[2, 3\]"),
         ({"network": mlp(4, 2, []), "state_dependent_std": True}, ValueError, r"to \[2, 4\], got \[2, 2\]"),
         ({"network": nn.Sequential(nn.Linear(4, 2), nn.Dropout(0.5))}, ValueError, "Dropout"),
@@ -266,7 +273,26 @@ def test_squashed_actions_fill_the_box_in_every_path():
 )
 def test_bad_arguments_are_refused(kwargs, error, text):
     with pytest.raises(error, match=text):
-        actor_only(**{"obs_dim": 4, "action_dim": 2, "network": ACTOR, **kwargs})
+        actor_only(**{"obs_dim": 4, "action_space": 2, "network": ACTOR, **kwargs})
+
+
+@pytest.mark.parametrize(("space", "width"), [(spaces.Discrete(3, start=-1), 3), (spaces.MultiDiscrete([2, 3], start=[5, 0]), 5)])
+def test_discrete_actions_without_a_critic(space, width):
+    policy = build_policy({"name": "actor_only", "actor": ACTOR}, OBS, space)
+    params = policy.init(rng.key(0))
+    assert set(params) == {"actor"}
+    assert (policy.has_critic, policy.distribution.noise_dim) == (False, width)
+    dist = policy.apply(params, torch.zeros(50, 4))
+    assert isinstance(dist, CategoricalParams)
+    assert dist.logits.shape == (50, width)
+    actions = policy.sample(dist, policy.noise(rng.key(1), 1, 50)[0]).action
+    assert all(space.contains(action.numpy().astype(space.dtype)) for action in actions)
+    # The same head as a policy with a critic has.
+    other = build_policy({"name": "actor_critic", "actor": ACTOR, "critic": ACTOR}, OBS, space)
+    raw = policy.sample(dist, policy.noise(rng.key(1), 1, 50)[0]).raw
+    assert torch.equal(policy.distribution.log_prob(dist, raw), other.distribution.log_prob(dist, raw))
+    with pytest.raises(ValueError, match="action_std_range has no effect"):
+        build_policy({"name": "actor_only", "actor": ACTOR, "action_std_range": [0.1, 1.0]}, OBS, space)
 
 
 # ---- registry and run-file block ----
@@ -322,9 +348,9 @@ def test_a_block_needs_a_name_and_is_a_mapping():
         build_policy([], OBS, ACT)  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("space", [spaces.Discrete(3), spaces.MultiBinary(2), _box(-1, 1, (2, 2)), spaces.Box(0, 5, (2,), np.int64)])
+@pytest.mark.parametrize("space", [spaces.MultiBinary(2), spaces.MultiDiscrete([[2, 2]]), _box(-1, 1, (2, 2)), spaces.Box(0, 5, (2,), np.int64)])
 def test_other_action_spaces_are_refused(space):
-    with pytest.raises(TypeError, match="continuous action space"):
+    with pytest.raises(TypeError, match="continuous action space|categorical actions need"):
         build_policy({"name": "actor_only", "actor": ACTOR}, OBS, space)
 
 

@@ -18,8 +18,9 @@ from frl import compile as compiler
 from frl import rng, tree
 from frl.actor_critic import actor_critic
 from frl.advantages import compute_gae
+from frl.algorithms.epochs import minibatch_step
 from frl.algorithms.minibatch import minibatch_indices, transition_view
-from frl.algorithms.ppo import PpoConfig, make_ppo, minibatch_step
+from frl.algorithms.ppo import PpoConfig, make_ppo
 from frl.algorithms.registry import build_algo
 from frl.envs.cartpole import cartpole
 from frl.envs.env import Env, EnvSpec
@@ -362,10 +363,10 @@ def test_the_kl_before_the_first_step_is_rounding_and_decides_nothing(first):
     number = lambda x: torch.tensor(x, dtype=F64)
     step = minibatch_step(lambda p, mini, hyper: (p.sum(), {"loss": p.sum(), "kl": number(1.0)}), sgd(), adaptive=True, early_stop=True)
     hyper = {"desired_kl": 1e-3, "minimum_learning_rate": 1e-5, "maximum_learning_rate": 1.0, "early_stop_kl": 0.1, "max_grad_norm": math.inf}
-    consts = {"batch": {"valid": torch.ones(2, dtype=torch.bool)}, "hyper": {name: number(x) for name, x in hyper.items()}}
+    consts = {"hyper": {name: number(x) for name, x in hyper.items()}}
     flag = torch.tensor(True)
     carry = {"params": torch.ones(3, dtype=F64), "opt_state": sgd().init(torch.ones(3, dtype=F64)), "rate": number(0.3), "ok": flag, "stopped": ~flag}
-    new, metrics = step(consts, carry, {"index": torch.tensor([0, 1]), "mask": torch.tensor([True, True]), "first": torch.tensor(first)})
+    new, metrics = step(consts, carry, {"mini": {"valid": torch.tensor([True, True])}, "first": torch.tensor(first)})
     assert (bool(new["stopped"]), bool(metrics["stepped"]), bool(new["ok"])) == (not first, first, True)
     assert float(new["rate"]) == 0.3
     assert torch.equal(new["params"], torch.full((3,), 0.7 if first else 1.0, dtype=F64))

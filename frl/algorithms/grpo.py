@@ -6,7 +6,6 @@ The rows of a group start every rollout in the same state and draw different act
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,26 +16,16 @@ from torch import Tensor
 from frl import compile as compiler
 from frl import rng, tree
 from frl.advantages import group_advantages
-from frl.algorithms import episodes
+from frl.algorithms.epochs import mean_metrics, minibatch_step, plan_minibatches, run_minibatches
 from frl.algorithms.minibatch import minibatch_count
-from frl.algorithms.ppo import (
-    COUNTERS,
-    check_count,
-    check_limit,
-    check_number,
-    cleared,
-    finish_update,
-    flat_transitions,
-    mean_metrics,
-    minibatch_step,
-    plan_minibatches,
-    run_minibatches,
-)
-from frl.algorithms.record import PLAYED, check_fit, distribution_fields, make_recorder, normalized, read_rollout, recorded_distribution
-from frl.envs.vector import VecEnv
+from frl.algorithms.options import check_count, check_limit, check_number
+from frl.algorithms.play import check_fit, make_begin
+from frl.algorithms.record import PLAYED, distribution_fields, make_recorder, normalized, recorded_distribution
+from frl.algorithms.states import finish_update, first_state, group_keys
+from frl.algorithms.transitions import by_time, cleared, flat_transitions, read_rollout, valid_steps
 from frl.losses import grpo_loss, k3
 from frl.returns import alive_mask, discounted_returns_to_go
-from frl.types import Algorithm, Hyper, Metrics, Normalizer, Optimizer, Params, PyTree, TrainState
+from frl.types import Algorithm, Hyper, Metrics, Normalizer, Optimizer, Params, TrainState
 
 KL_ESTIMATORS = ("exact", "k3")
 LOSS_METRICS = ("loss", "actor_loss", "entropy", "approx_ref_kl", "approx_kl", "clip_fraction", "grad_norm")
@@ -109,7 +98,7 @@ def make_grpo(
     loss or gradient that is not finite in any minibatch.
 
     Args:
-        env: N rows of an environment (:func:`frl.make_vec_env`), or of a host's (:class:`frl.envs.host.HostEnv`), which changes as it is played.
+        env: N rows of an environment (:func:`frl.make_vec_env`), or of a host's (:class:`frl.HostEnv`), which changes as it is played.
         policy: any policy; a critic is not used.
         optimizer: :func:`frl.optim.build_optimizer` or any ``Optimizer``.
         config: see :class:`GrpoConfig`.
@@ -123,7 +112,8 @@ def make_grpo(
 
     Raises:
         TypeError: for something else than rows of an environment.
-        ValueError: for a policy that does not fit the environment, and rows that are no multiple of ``group_size``.
+        ValueError: for a policy that does not fit the environment, rows that are no multiple of ``group_size``, and a host environment whose rows cannot be
+            seeded one by one.
 
     Source: Shao et al. 2024, "DeepSeekMath: Pushing the limits of mathematical reasoning in open language models", algorithm 1.
     """
@@ -132,6 +122,8 @@ def make_grpo(
     check_number("learning_rate", learning_rate, 0.0)
     if env.num_envs % config.group_size:
         raise ValueError(f"the number of rows must be a multiple of group_size, got {env.num_envs} rows and group_size {config.group_size}")
+    if not getattr(env, "seeds_rows", True):
+        raise ValueError(f"the rows of a group must share one start state, but {env.spec.name!r} cannot be seeded row by row; use 'sync' or 'async' rows")
     if policy.actor_obs_normalization and normalizer is None:
         raise ValueError("the policy asks for actor_obs_normalization: pass normalizer, such as frl.empirical_normalizer(features)")
     mode, anchored = config.compile_mode, config.kl_coef > 0
@@ -139,47 +131,33 @@ def make_grpo(
 
     # -- init ----------------------------------------------------------------------------------------------------------------------------------------
 
-    def group_keys(key: Tensor) -> Tensor:
-        return rng.fold_in(key, torch.arange(env.num_envs, device=key.device) // config.group_size)
-
     def init(key: Tensor) -> TrainState:
         """The first state of a run."""
-        key = key.to(env.device)
-        k_params, k_env, k_run = rng.split(key, 3)
-        params = policy.init(k_params, dtype=dtype, device=env.device)
-        number = lambda x: torch.as_tensor(math.inf if x is None else float(x), dtype=dtype, device=env.device)
-        hyper: Hyper = {
-            "optimizer.learning_rate": number(learning_rate),
-            **{name: number(getattr(config, name)) for name in ("gamma", "clip_coef", "ent_coef", "max_grad_norm", *(["kl_coef"] if anchored else []))},
-        }
-        norm_state = normalizer.init(device=env.device) if normalizer is not None else ()
-        extra: dict[str, PyTree] = {"episodes": episodes.init(dtype, env.device)}
-        if anchored:
-            extra["reference"] = tree.map(torch.clone, {"params": params, "norm_state": norm_state})
-        metrics = episodes.episode_metrics(extra["episodes"], episodes.no_sums(dtype, env.device))
-        nan = torch.full((), math.nan, dtype=dtype, device=env.device)
-        zero = torch.zeros((), dtype=torch.int64, device=env.device)
-        return TrainState(
-            params=params,
-            opt_state=optimizer.init(params),
-            norm_state=norm_state,
-            env_state=env.reset(group_keys(k_env), env.default_params),
-            key=k_run,
-            hyper=hyper,
-            counters={name: zero for name in COUNTERS},
-            metrics={**metrics, **{name: nan for name in (*LOSS_METRICS, "tied_fraction", "steps", "skipped_update", "learning_rate")}},
-            extra=extra,
+        names = ("gamma", "clip_coef", "ent_coef", "max_grad_norm", *(["kl_coef"] if anchored else []))
+        state = first_state(
+            key,
+            env,
+            policy,
+            optimizer,
+            normalizer,
+            hyper={"optimizer.learning_rate": learning_rate, **{name: getattr(config, name) for name in names}},
+            metrics=(*LOSS_METRICS, "tied_fraction", "steps", "skipped_update", "learning_rate"),
+            dtype=dtype,
+            group_size=config.group_size,
         )
+        if not anchored:
+            return state
+        reference = tree.map(torch.clone, {"params": state.params, "norm_state": state.norm_state})
+        return state._replace(extra={**state.extra, "reference": reference})
 
     # -- collect -------------------------------------------------------------------------------------------------------------------------------------
 
     def next_noise(key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         key, k_env, k_noise = rng.split(key, 3)
-        return key, group_keys(k_env), policy.noise(k_noise, config.buffer_size, env.num_envs, dtype=dtype)
+        return key, group_keys(k_env, env.num_envs, config.group_size), policy.noise(k_noise, config.buffer_size, env.num_envs, dtype=dtype)
 
     draw = compiler.jit(next_noise, mode=mode)
-    # A host environment has its own way to begin, which is not a function of its arguments.
-    begin = compiler.jit(lambda keys, env_params: env.reset(keys, env_params), mode=mode) if isinstance(env, VecEnv) else env.reset
+    begin = make_begin(env, mode=mode)
 
     def collect(state: TrainState) -> tuple[TrainState, Any]:
         """Start every row anew, play ``buffer_size`` steps with the current policy and record them."""
@@ -195,9 +173,8 @@ def make_grpo(
         """Minibatch data ``[N T, ...]``, the plan of all epochs, the learning rate, and what the end of the update needs."""
         hyper = state.hyper
         rows, steps = fields["reward"].shape[0], fields["reward"].shape[1] - 1
-        by_time = lambda x: x[:, :-1].movedim(0, 1)
         done, reward = by_time(fields["done"]), by_time(fields["reward"])
-        valid = by_time(fields["valid"]) if "valid" in fields else torch.ones_like(done)
+        valid = valid_steps(fields)
         counted = valid & (alive_mask(done) if config.truncate_at_first_done else torch.ones_like(done))
         # A step that is left out, its reward included, also ends what the steps before it can be told.
         returns = discounted_returns_to_go(torch.where(valid, reward, 0), done | ~valid, hyper["gamma"])
@@ -205,7 +182,7 @@ def make_grpo(
         chosen = counted.movedim(0, 1).flatten()
         take = lambda name: cleared(chosen, flat_transitions(fields[name]))
         raw_obs = take("obs")
-        batch = {
+        batch: dict[str, Any] = {
             "obs": normalized(normalizer, state.norm_state, raw_obs, reward.dtype),
             "action": take("action"),
             "log_prob": take("sample_log_prob"),

@@ -1,13 +1,11 @@
 """Proximal policy optimization: several epochs of clipped policy-gradient steps on one recorded rollout.
 
 ``make_ppo`` gives ``init``, ``collect`` and ``update``. ``collect`` plays and records (:mod:`frl.algorithms.record`); ``update`` estimates advantages, then
-runs the minibatches as one time loop whose step is compiled once: the learning rate, the early stop and the decision to skip are values inside it, so that no
-minibatch waits for the host. Statistics of observations, rewards and returns are frozen within an update.
+runs epochs of minibatches (:mod:`frl.algorithms.epochs`). Statistics of observations, rewards and returns are frozen within an update.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,32 +14,22 @@ import torch
 from torch import Tensor
 
 from frl import compile as compiler
-from frl import rng, tree
-from frl.actor_critic import join_parameter_groups
+from frl import rng
 from frl.advantages import BOOTSTRAPS, compute_gae, explained_variance, normalize_advantage
-from frl.algorithms import episodes
-from frl.algorithms.minibatch import minibatch_count, minibatch_indices
-from frl.algorithms.record import (
-    PLAYED,
-    check_fit,
-    distribution_names,
-    make_recorder,
-    normalized,
-    read_rollout,
-    recorded_distribution,
-    scale_of,
-)
-from frl.losses import adaptive_learning_rate, ppo_loss
+from frl.algorithms.epochs import mean_metrics, minibatch_step, plan_minibatches, run_minibatches
+from frl.algorithms.minibatch import minibatch_count
+from frl.algorithms.options import check_count, check_limit, check_normalizers, check_number
+from frl.algorithms.play import check_fit
+from frl.algorithms.record import PLAYED, distribution_names, make_recorder, normalized, recorded_distribution, scale_of
+from frl.algorithms.states import finish_update, first_state
+from frl.algorithms.transitions import by_time, cleared, flat_transitions, read_rollout, valid_steps
+from frl.losses import ppo_loss
 from frl.normalizers import running_normalizer
 from frl.numerics import masked_mean
-from frl.optim import apply_updates, global_norm
-from frl.optim.transform import clip_global_norm
-from frl.returns import alive_mask, discounted_suffix_sums
-from frl.scan import scan
-from frl.types import Algorithm, Hyper, Metrics, Normalizer, Optimizer, Params, PyTree, TrainState, Trajectory
+from frl.returns import discounted_suffix_sums
+from frl.types import Algorithm, Hyper, Metrics, Normalizer, Optimizer, Params, PyTree, TrainState
 
 SCALED_REWARD_LIMIT = 10.0
-COUNTERS = ("updates", "successful_updates", "skipped_updates", "env_steps", "rollouts", "nonfinite_rows")
 LOSS_METRICS = ("loss", "actor_loss", "value_loss", "action_bound_loss", "entropy", "kl", "approx_kl", "clip_fraction", "grad_norm")
 _SCALAR = running_normalizer(1)  # statistics of one number: rewards' returns, value targets
 
@@ -128,201 +116,6 @@ class PpoConfig:
         return self.schedule == "adaptive"
 
 
-# -- options: checked once, here and by the other algorithms on recorded rollouts --------------------------------------------------------------------------
-
-
-def check_number(name: str, value: Any, low: float, high: float = math.inf, *, positive: bool = False) -> None:
-    """``ValueError`` unless ``value`` is a finite number in [low, high] (above low when ``positive``)."""
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and low <= value <= high
-    if not good or (positive and value == low):
-        end = "" if high == math.inf else f" and at most {high:g}"
-        raise ValueError(f"{name} must be a finite number {'above' if positive else 'of at least'} {low:g}{end}, got {value!r}")
-
-
-def check_limit(name: str, value: Any) -> None:
-    """``ValueError`` unless ``value`` is a positive number, or ``None`` or infinity, which mean off."""
-    if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0):
-        return
-    raise ValueError(f"{name} must be a positive number, or None or infinity to switch it off, got {value!r}")
-
-
-def check_count(name: str, value: Any, low: int = 1) -> None:
-    """``ValueError`` unless ``value`` is an integer of at least ``low``."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ValueError(f"{name} must be an integer of at least {low}, got {value!r}")
-
-
-# -- what algorithms on recorded rollouts share ----------------------------------------------------------------------------------------------------------
-
-
-def minibatch_step(
-    loss: Callable[[Params, dict[str, Any], Hyper], tuple[Tensor, Metrics]],
-    optimizer: Optimizer,
-    groups: Callable[[Params], dict[str, Params]] | None = None,
-    *,
-    adaptive: bool = False,
-    early_stop: bool = False,
-) -> Callable[[dict, dict, dict], tuple[dict, dict]]:
-    """One gradient step on one minibatch, as the step of a :func:`frl.scan.scan` over minibatches.
-
-    Once a loss or gradient is not finite, or the KL exceeds the limit of an early stop, nothing changes any more: ``ok`` and ``stopped`` tell which.
-
-    Args:
-        loss: ``(params, minibatch, hyper) -> (loss, metrics)``; the minibatch's ``valid`` says which samples count; metrics with ``kl`` where the KL is used.
-        optimizer: what steps.
-        groups: parts whose gradients are clipped separately to ``hyper["max_grad_norm"]``; one of all without it.
-        adaptive: the learning rate follows ``kl``.
-        early_stop: stop at ``hyper["early_stop_kl"]``.
-
-    Returns:
-        ``step(consts, carry, x) -> (carry, metrics)``: consts are ``batch`` (a tree ``[count, ...]``) and ``hyper``; the carry is ``params, opt_state, rate,
-        ok, stopped``; x is one row of a partition, ``index``, ``mask`` and ``first`` (no step has been made).
-    """
-
-    def step(consts: dict[str, Any], carry: dict[str, Any], x: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        hyper, params, rate = consts["hyper"], carry["params"], carry["rate"]
-        mini = tree.map(lambda v: v[x["index"]], consts["batch"])
-        mini["valid"] = mini["valid"] & x["mask"]
-        grads, metrics = torch.func.grad(lambda p: loss(p, mini, hyper), has_aux=True)(params)
-        norm = global_norm(grads)
-        finite = torch.isfinite(metrics["loss"]) & tree.all_finite(grads) & torch.isfinite(norm)
-        # Before the first step the policies are the same, and their KL is rounding.
-        kl = torch.where(x["first"], 0, metrics["kl"])
-        stopped = carry["stopped"] | (kl > hyper["early_stop_kl"]) if early_stop else carry["stopped"]
-        ok = carry["ok"] & (finite | stopped)
-        go = ok & ~stopped & mini["valid"].any()
-        if adaptive:
-            new_rate = adaptive_learning_rate(rate, kl, hyper["desired_kl"], hyper["minimum_learning_rate"], hyper["maximum_learning_rate"])
-            rate = torch.where(go, new_rate, rate)
-        safe = tree.map(lambda g: torch.where(go, g, 0), grads)
-        parts = {name: clip_global_norm(part, hyper["max_grad_norm"])[0] for name, part in (groups(safe) if groups else {"": safe}).items()}
-        clipped = join_parameter_groups(parts) if groups else parts[""]
-        updates, opt_state = optimizer.update(clipped, carry["opt_state"], params, {**hyper, "learning_rate": rate})
-        new = {
-            "params": tree.where(go, apply_updates(params, updates), params),
-            "opt_state": tree.where(go, opt_state, carry["opt_state"]),
-            "rate": rate,
-            "ok": ok,
-            "stopped": stopped,
-        }
-        weight = torch.where(carry["ok"] & ~stopped, mini["valid"].sum(), 0)
-        return new, {**metrics, "grad_norm": norm, "weight": weight, "stepped": go}
-
-    return step
-
-
-def run_minibatches(
-    step: Callable, state: TrainState, batch: dict[str, Any], plan: dict[str, Tensor], rate: Tensor, *, mode: str
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The last carry of :func:`minibatch_step` over all minibatches, and the metrics of each, ``[K]``."""
-    flag = torch.ones((), dtype=torch.bool, device=rate.device)
-    carry = {"params": state.params, "opt_state": state.opt_state, "rate": rate, "ok": flag, "stopped": ~flag}
-    with torch.no_grad():
-        return scan(step, {"batch": batch, "hyper": state.hyper}, carry, plan, mode=mode)
-
-
-def plan_minibatches(key: Tensor, count: int, epochs: int, parts: int) -> dict[str, Tensor]:
-    """The partitions of all epochs in a row: ``index`` and ``mask`` ``[epochs M, S]``, ``first [epochs M]``."""
-    plan = minibatch_indices(rng.fold_in(key, torch.arange(epochs, device=key.device)), count, num_minibatches=parts)
-    first = torch.arange(epochs * parts, device=key.device) == 0
-    return {"index": plan.index.flatten(0, 1), "mask": plan.mask.flatten(0, 1), "first": first}
-
-
-def mean_metrics(per_step: dict[str, Tensor]) -> Metrics:
-    """Means over the minibatches that were looked at, each weighted by its samples; NaN where none was."""
-    weight = per_step["weight"]
-
-    def mean(x: Tensor) -> Tensor:
-        share = weight.to(x.dtype)
-        return torch.where(weight > 0, x * share, 0).sum() / share.sum()
-
-    return {name: mean(x) for name, x in per_step.items() if name not in ("weight", "stepped")}
-
-
-def finish_update(
-    state: TrainState,
-    carry: dict[str, Any],
-    fine: Tensor,
-    metrics: Metrics,
-    fields: dict[str, Any],
-    *,
-    rate_in_hyper: bool,
-    complete: bool,
-    norm_state: PyTree,
-    extra: dict[str, PyTree],
-    key: Tensor,
-) -> TrainState:
-    """The state after an update: new values where all was finite, else the old ones, and counters and episode statistics in either case.
-
-    Args:
-        state: before the update.
-        carry: of the last minibatch.
-        fine: 0-d bool, what else must hold for the update to count.
-        metrics: of the update.
-        fields: the rollout (:func:`frl.algorithms.record.read_rollout`).
-        rate_in_hyper: the learning rate is a state of its own.
-        complete: count a row's first episode alone.
-        norm_state, extra: new values, taken when the update counts.
-        key: the next key.
-    """
-    ok = carry["ok"] & fine & tree.all_finite(carry["params"]) & torch.isfinite(carry["rate"])
-    old_extra = {name: state.extra[name] for name in extra}
-    hyper = dict(state.hyper)
-    if rate_in_hyper:
-        hyper["optimizer.learning_rate"] = torch.where(ok, carry["rate"], hyper["optimizer.learning_rate"])
-    played = _trajectory(fields, complete)
-    window, dtype = state.extra["episodes"], metrics["loss"].dtype
-    sums = episodes.no_sums(dtype, ok.device)
-    if "metrics" in fields:
-        window, sums = episodes.track(window, played, complete=complete)
-    steps = played.metrics["valid"].sum() if "valid" in played.metrics else played.reward.numel()
-    added = {"updates": 1, "successful_updates": ok, "skipped_updates": ~ok, "env_steps": steps, "rollouts": 1, "nonfinite_rows": sums.nonfinite_rows}
-    return TrainState(
-        params=tree.where(ok, carry["params"], state.params),
-        opt_state=tree.where(ok, carry["opt_state"], state.opt_state),
-        norm_state=tree.where(ok, norm_state, state.norm_state),
-        env_state=(),
-        key=key,
-        hyper=hyper,
-        counters={name: state.counters[name] + added[name] for name in state.counters},
-        metrics={**episodes.episode_metrics(window, sums), **metrics, "skipped_update": (~ok).to(dtype), "learning_rate": carry["rate"]},
-        extra={**state.extra, **tree.where(ok, extra, old_extra), "episodes": window},
-    )
-
-
-def _trajectory(fields: dict[str, Any], complete: bool) -> Trajectory:
-    """What the statistics of episodes need, time first."""
-    steps = lambda x: x[:, :-1].movedim(0, 1)
-    done = steps(fields["terminated"] | fields["truncated"])
-    return Trajectory(
-        obs=(),
-        final_obs=(),
-        action=(),  # pyright: ignore[reportArgumentType]
-        raw=(),  # pyright: ignore[reportArgumentType]
-        log_prob=(),  # pyright: ignore[reportArgumentType]
-        entropy=(),  # pyright: ignore[reportArgumentType]
-        reward=steps(fields["reward"]),
-        terminated=steps(fields["terminated"]),
-        truncated=steps(fields["truncated"]),
-        alive=alive_mask(done) if complete else (),  # pyright: ignore[reportArgumentType]
-        metrics=tree.map(steps, fields.get("metrics", {})),
-        initial_obs=(),
-    )
-
-
-def flat_transitions(x: Tensor) -> Tensor:
-    """``[N, T+1, ...] -> [N T, ...]``, rows first."""
-    return x[:, :-1].flatten(0, 1)
-
-
-def cleared(valid: Tensor, x: Tensor) -> Tensor:
-    """Zeros where a transition does not count: whatever stands there would meet a zero cotangent in the backward, and zero times NaN is NaN."""
-    return torch.where(valid.reshape(valid.shape + (1,) * (x.ndim - valid.ndim)), x, torch.zeros_like(x))
-
-
-# -- PPO -----------------------------------------------------------------------------------------------------------------------------------------------
-
-
 def make_ppo(
     env: Any,
     policy: Any,
@@ -341,7 +134,7 @@ def make_ppo(
     is left out.
 
     Args:
-        env: N rows of an environment (:func:`frl.make_vec_env`), or of a host's (:class:`frl.envs.host.HostEnv`), which changes as it is played.
+        env: N rows of an environment (:func:`frl.make_vec_env`), or of a host's (:class:`frl.HostEnv`), which changes as it is played.
         policy: a policy with a critic (:func:`frl.actor_critic`).
         optimizer: :func:`frl.optim.build_optimizer` or any ``Optimizer``.
         config: see :class:`PpoConfig`.
@@ -368,13 +161,7 @@ def make_ppo(
     check_number("learning_rate", learning_rate, 0.0)
     if config.adaptive and schedule is not None:
         raise ValueError("schedule 'adaptive' sets the learning rate itself; leave the learning-rate schedule out, or pass schedule='fixed'")
-    shared = critic_normalizer is not None and critic_normalizer is normalizer
-    if shared and policy.uses_separate_critic_obs:
-        raise ValueError("actor and critic see different observations and cannot share a normalizer; pass another critic_normalizer")
-    for name, given in (("actor_obs_normalization", normalizer), ("critic_obs_normalization", critic_normalizer)):
-        if getattr(policy, name) and given is None:
-            part = "critic_normalizer" if name.startswith("critic") else "normalizer"
-            raise ValueError(f"the policy asks for {name}: pass {part}, such as frl.empirical_normalizer(features)")
+    shared = check_normalizers(policy, normalizer, critic_normalizer)
     minibatch_count(env.num_envs * config.buffer_size, num_minibatches=config.num_mini_batches, batch_size=config.batch_size)
     names = distribution_names(policy)
     if config.action_bound_coef and "action_mean" not in names:
@@ -398,17 +185,20 @@ def make_ppo(
 
     def init(key: Tensor) -> TrainState:
         """The first state of a run."""
-        key = key.to(env.device)
-        k_params, k_env, k_run = rng.split(key, 3)
-        params = policy.init(k_params, dtype=dtype, device=env.device)
-        number = lambda x: torch.as_tensor(math.inf if x is None else float(x), dtype=dtype, device=env.device)
         own = ("gamma", "gae_lambda", "clip_coef", "ent_coef", "vf_coef", "action_bound_coef", "max_grad_norm")
-        hyper: Hyper = {"optimizer.learning_rate": number(learning_rate), **{name: number(getattr(config, name)) for name in own}}
-        if config.adaptive:
-            hyper.update({name: number(getattr(config, name)) for name in ("desired_kl", "minimum_learning_rate", "maximum_learning_rate")})
-        if config.early_stop_kl is not None:
-            hyper["early_stop_kl"] = number(config.early_stop_kl)
-        extra: dict[str, PyTree] = {"episodes": episodes.init(dtype, env.device)}
+        adaptive = ("desired_kl", "minimum_learning_rate", "maximum_learning_rate") if config.adaptive else ()
+        stop = ("early_stop_kl",) if config.early_stop_kl is not None else ()
+        state = first_state(
+            key,
+            env,
+            policy,
+            optimizer,
+            normalizer,
+            hyper={"optimizer.learning_rate": learning_rate, **{name: getattr(config, name) for name in (*own, *adaptive, *stop)}},
+            metrics=(*LOSS_METRICS, "ratio_error", "explained_variance", "steps", "skipped_update", "learning_rate"),
+            dtype=dtype,
+        )
+        extra = dict(state.extra)
         if critic_normalizer is not None and not shared:
             extra["critic_norm_state"] = critic_normalizer.init(device=env.device)
         if config.normalize_values:
@@ -416,21 +206,7 @@ def make_ppo(
         if config.normalize_rewards:
             extra["reward_stats"] = _SCALAR.init(device=env.device)
             extra["reward_returns"] = torch.zeros(env.num_envs, dtype=dtype, device=env.device)
-        nan = torch.full((), math.nan, dtype=dtype, device=env.device)
-        zero = torch.zeros((), dtype=torch.int64, device=env.device)
-        learned = (*LOSS_METRICS, "ratio_error", "explained_variance", "steps", "skipped_update", "learning_rate")
-        metrics = episodes.episode_metrics(extra["episodes"], episodes.no_sums(dtype, env.device))
-        return TrainState(
-            params=params,
-            opt_state=optimizer.init(params),
-            norm_state=normalizer.init(device=env.device) if normalizer is not None else (),
-            env_state=env.reset(env.row_keys(k_env), env.default_params),
-            key=k_run,
-            hyper=hyper,
-            counters={name: zero for name in COUNTERS},
-            metrics={**metrics, **{name: nan for name in learned}},
-            extra=extra,
-        )
+        return state._replace(extra=extra)
 
     # -- collect -------------------------------------------------------------------------------------------------------------------------------------
 
@@ -457,8 +233,7 @@ def make_ppo(
         hyper = state.hyper
         extra: dict[str, PyTree] = {}
         rows, steps = fields["reward"].shape[0], fields["reward"].shape[1] - 1
-        by_time = lambda x: x[:, :-1].movedim(0, 1)
-        valid = by_time(fields["valid"]) if "valid" in fields else torch.ones_like(by_time(fields["done"]))
+        valid = valid_steps(fields)
         truncated = by_time(fields["truncated"])
         # A done that neither flag explains counts as a termination.
         terminated = by_time(fields["terminated"]) | (by_time(fields["done"]) & ~truncated)

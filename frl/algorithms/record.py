@@ -2,7 +2,8 @@
 
 ``make_recorder`` plays a policy and scores what was played outside the time loop, in one batched call: log-probabilities, distribution parameters and, with a
 critic, the values of every observation and of the final ones. Index T is the bootstrap slot: observations and ``value`` are those after the last step,
-every other field is 0 there. ``read_rollout`` takes a recording apart again.
+every other field is 0 there. :mod:`frl.algorithms.transitions` takes a recording apart
+again.
 """
 
 from __future__ import annotations
@@ -11,18 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from gymnasium import spaces
 from torch import Tensor
 
 from frl import compile as compiler
 from frl import rng, tree
+from frl.algorithms.play import make_play
 from frl.distributions import NormalParams
-from frl.envs.env import EnvSpec
 from frl.envs.vector import VecEnv
 from frl.normalizers import NormalizerState, variance
 from frl.observations import flatten_observation_groups
-from frl.policy_registry import observation_dim
-from frl.rollout import make_unroll
 from frl.types import Normalizer, Params, PyTree, Trajectory
 
 if TYPE_CHECKING:
@@ -30,35 +28,6 @@ if TYPE_CHECKING:
 
 PLAYED = ("obs", "action", "sample_log_prob", "reward", "done", "terminated", "truncated")
 SMALLEST_STD = 1e-8
-
-
-def check_fit(env: Any, policy: Any, algorithm: str) -> None:
-    """Refuse what is not an environment, and a policy whose observations or actions are not those of the environment.
-
-    Raises:
-        TypeError, ValueError: see above.
-    """
-    if not hasattr(env, "single_action_space") or not hasattr(env, "row_keys"):
-        raise TypeError(f"{algorithm} needs rows of an environment (frl.make_vec_env, or frl.envs.host.HostEnv around a host's), got {type(env).__name__}")
-    name, space = spec_of(env).name, env.single_action_space
-    features = observation_dim(env.single_observation_space, policy.obs_groups)
-    if features != policy.obs_dim:
-        raise ValueError(f"the policy has {policy.obs_dim} observation features, but the observations of {name!r} have {features}")
-    if policy.has_critic:
-        features = observation_dim(env.single_observation_space, policy.critic_obs_groups)
-        if features != policy.critic_obs_dim:
-            raise ValueError(f"the critic has {policy.critic_obs_dim} observation features, but the observations of {name!r} have {features}")
-    with torch.no_grad():
-        dist = policy.apply(policy.init(rng.key(0)), torch.zeros(policy.obs_dim))
-        action = policy.sample(dist, torch.zeros(policy.distribution.noise_dim)).action
-    if tuple(action.shape) != tuple(space.shape or ()) or action.is_floating_point() != isinstance(space, spaces.Box):
-        kind = "continuous" if action.is_floating_point() else "discrete"
-        raise ValueError(f"the policy has {kind} actions of shape {list(action.shape)}, but the action space of {name!r} is {space}")
-
-
-def spec_of(env: Any) -> EnvSpec:
-    """The facts about the environment of a functional or a host environment's rows."""
-    return env.env.spec if isinstance(env, VecEnv) else env.spec
 
 
 def flat_observations(obs: PyTree, groups: Sequence[str] | None) -> Tensor:
@@ -113,7 +82,7 @@ def make_recorder(
     """Build ``record(params, statistics, env_state, env_params, noise) -> (env_state, rollout)``.
 
     Args:
-        env: N rows of an environment, functional or a host's (:class:`frl.envs.host.HostEnv`).
+        env: N rows of an environment, functional or a host's (:class:`frl.HostEnv`).
         policy: what acts; its log-probability is that of the sample before squashing, clipping and a start offset, which is what ``action`` holds.
         length: T, the usual number of steps.
         normalizer: of the actor's observation.
@@ -135,13 +104,7 @@ def make_recorder(
     # A distribution whose actions are its samples says so by returning its argument.
     same = policy.distribution.squash(probe) is probe and not clip_actions
     names = names if same else [*names, "action"]
-    unroll: Callable[..., tuple[Any, Trajectory]]
-    if isinstance(env, VecEnv):
-        unroll = make_unroll(env, policy, normalizer, record=names, attach=(), clip_actions=clip_actions, horizon=length, mode=mode)
-    else:
-        from frl.envs.host import make_host_unroll
-
-        unroll = make_host_unroll(env, policy, normalizer, record=names, clip_actions=clip_actions, mode=mode)
+    unroll = make_play(env, policy, normalizer, record=names, length=length, clip_actions=clip_actions, mode=mode)
 
     def score(params: Params, statistics: dict[str, PyTree], env_state: PyTree, env_params: PyTree, played: Trajectory) -> dict[str, Any]:
         (steps, rows), dtype = played.reward.shape, played.reward.dtype
@@ -217,7 +180,7 @@ def _most_cuts(env: Any, steps: int) -> int:
     """How often a row can be truncated in so many steps; a functional environment is so by its time limit alone."""
     if not isinstance(env, VecEnv):
         return steps
-    limit = spec_of(env).max_episode_steps
+    limit = env.spec.max_episode_steps
     return 0 if limit is None else (steps - 1) // limit + 1
 
 
@@ -235,28 +198,3 @@ def _final_values(value: Callable[[Tensor], Tensor], values: Tensor, final_obs: 
     places = torch.zeros(cut.shape[0], most + 1, dtype=torch.int64, device=cut.device).scatter(1, torch.where(cut, rank, most), time)[:, :most]
     seen = torch.gather(final_obs, 1, places.unsqueeze(-1).expand(*places.shape, final_obs.shape[-1]))
     return torch.where(cut, torch.gather(value(seen), 1, rank.clamp(min=0)), going_on)
-
-
-def read_rollout(rollout: Any, names: Sequence[str], optional: Sequence[str] = ()) -> dict[str, Any]:
-    """Fields of a recorded rollout as a plain dict, ``metrics`` as a nested one.
-
-    Args:
-        rollout: TensorDict ``[N, T+1]`` (or a mapping of tensors).
-        names: fields that must be there.
-        optional: fields that are taken when they are.
-
-    Raises:
-        ValueError: for a missing field, a rollout without steps, or a field whose first dimensions are not ``[N, T+1]``.
-    """
-    fields = {name: rollout.get(name, None) for name in (*names, *optional)}
-    missing = [name for name in names if fields[name] is None]
-    if missing:
-        raise ValueError(f"the rollout has no {', '.join(missing)}; this update needs {', '.join(names)}")
-    batch = fields["reward"].shape
-    if len(batch) != 2 or batch[1] < 2:
-        raise ValueError(f"a rollout has reward of shape [N, T+1] with T of at least 1, got {list(batch)}")
-    for name, x in fields.items():
-        if isinstance(x, Tensor) and x.shape[:2] != batch:
-            raise ValueError(f"rollout field {name!r} must have first dimensions {list(batch)}, got shape {list(x.shape)}")
-    plain = {name: x.to_dict() if hasattr(x, "to_dict") else x for name, x in fields.items() if x is not None}
-    return {name: tree.map(lambda x: x.detach(), x) for name, x in plain.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,20 +17,34 @@ from frl.types import Algorithm, Normalizer
 
 _REGISTRY = Registry("algorithm")
 
-_TRAINER_TO_APG = {"scan_memory": "memory"}
-_APG_TRAINER_KEYS = (
-    *("segment_length", "update_horizon", "rollout_mode", "gradient_accumulation_steps", "deterministic_actions", "clip_actions_to_space"),
-    *("action_adjoint_max_norm", "state_adjoint_max_norm", "scan_memory", "compile_mode"),
-)
-_RECORDED_TRAINER_KEYS = ("buffer_size", "clip_actions_to_space", "compile_mode")
+
+class _Entry(NamedTuple):
+    """A registered algorithm."""
+
+    factory: Callable[..., Algorithm]
+    differentiable: bool
 
 
-def register_algo(name: str, factory: Callable[..., Algorithm] | None = None, *, override: bool = False) -> Any:
+def register_algo(name: str, factory: Callable[..., Algorithm] | None = None, *, override: bool = False, differentiable: bool = False) -> Any:
     """Register an algorithm factory, directly or as a decorator.
 
     :func:`build_algo` calls it as ``factory(env, policy, cfg, trainer=..., normalizer=..., total_updates=..., dtype=...)``.
+
+    Args:
+        name: case-insensitive.
+        factory: see above.
+        override: replace what the name stands for.
+        differentiable: it differentiates through the environment, so that a host environment is refused.
     """
-    return _REGISTRY.register(name, factory, override=override)
+    if factory is None:
+        return lambda item: register_algo(name, item, override=override, differentiable=differentiable)
+    _REGISTRY.register(name, _Entry(factory, differentiable), override=override)
+    return factory
+
+
+def is_differentiable(name: str) -> bool:
+    """Whether the algorithm differentiates through the environment; ``ValueError`` for an unknown name."""
+    return _REGISTRY.get(name).differentiable
 
 
 def get_registered_algo_names() -> list[str]:
@@ -60,7 +74,7 @@ def build_algo(
         total_updates: binds the horizon of a learning-rate schedule that has none.
         dtype: of parameters and noise.
     """
-    factory = _REGISTRY.get(name)
+    factory = _REGISTRY.get(name).factory
     return factory(env, policy, dict(cfg or {}), trainer=dict(trainer or {}), normalizer=normalizer, total_updates=total_updates, dtype=dtype)
 
 
@@ -83,77 +97,82 @@ def refuse_unknown(cfg: Mapping[str, Any], known: Any, what: str) -> None:
         raise TypeError(f"{what} takes no {unknown[0]!r} (known: {', '.join(sorted(known))})")
 
 
-@register_algo("apg")
-def _apg(
-    env: Any,
-    policy: Any,
-    cfg: dict[str, Any],
+def _builtin(
+    name: str,
+    make: Callable[..., Algorithm],
+    config: Any,
+    keys: Mapping[str, str],
     *,
-    trainer: dict[str, Any],
-    normalizer: Normalizer | None,
-    total_updates: int | None,
-    dtype: torch.dtype,
-) -> Algorithm:
-    optimizer, schedule, rate = take_optimizer(cfg, total_updates)
+    adapt: Callable[[dict[str, Any]], None] = lambda cfg: None,
+    more: Callable[..., dict[str, Any]] = lambda policy, trainer, normalizer: {},
+    differentiable: bool = False,
+) -> None:
+    """Register ``make(env, policy, optimizer, config(**settings), ...)``.
+
+    Args:
+        name: of the algorithm.
+        make: its factory.
+        config: its settings.
+        keys: those of the ``trainer`` block that it reads, by their names there.
+        adapt: changes ``algorithm.cfg`` before it is read.
+        more: further arguments of ``make``.
+        differentiable: see :func:`register_algo`.
+    """
+
+    def build(
+        env: Any,
+        policy: Any,
+        cfg: dict[str, Any],
+        *,
+        trainer: dict[str, Any],
+        normalizer: Normalizer | None,
+        total_updates: int | None,
+        dtype: torch.dtype,
+    ) -> Algorithm:
+        optimizer, schedule, rate = take_optimizer(cfg, total_updates)
+        adapt(cfg)
+        refuse_unknown(cfg, config.__dataclass_fields__, f"algorithm.cfg of {name}")
+        options = {own: trainer[key] for key, own in keys.items() if key in trainer}
+        return make(
+            env,
+            policy,
+            optimizer,
+            config(**{**options, **cfg}),
+            normalizer=normalizer,
+            schedule=schedule,
+            learning_rate=rate,
+            dtype=dtype,
+            **more(policy, trainer, normalizer),
+        )
+
+    register_algo(name, build, differentiable=differentiable)
+
+
+def _apg_cfg(cfg: dict[str, Any]) -> None:
     cfg.pop("batch_size", None)  # belongs to every algorithm's block; one rollout is APG's batch
-    options = {_TRAINER_TO_APG.get(key, key): trainer[key] for key in _APG_TRAINER_KEYS if key in trainer}
-    refuse_unknown(cfg, ApgConfig.__dataclass_fields__, "algorithm.cfg of apg")
-    config = ApgConfig(**{**options, **cfg})
-    return make_apg(env, policy, optimizer, config, normalizer=normalizer, schedule=schedule, learning_rate=rate, dtype=dtype)
 
 
-@register_algo("ppo")
-def _ppo(
-    env: Any,
-    policy: Any,
-    cfg: dict[str, Any],
-    *,
-    trainer: dict[str, Any],
-    normalizer: Normalizer | None,
-    total_updates: int | None,
-    dtype: torch.dtype,
-) -> Algorithm:
-    optimizer, schedule, rate = take_optimizer(cfg, total_updates)
-    refuse_unknown(cfg, PpoConfig.__dataclass_fields__, "algorithm.cfg of ppo")
-    config = PpoConfig(**{**{key: trainer[key] for key in _RECORDED_TRAINER_KEYS if key in trainer}, **cfg})
-    return make_ppo(
-        env,
-        policy,
-        optimizer,
-        config,
-        normalizer=normalizer,
-        critic_normalizer=_critic_normalizer(policy, trainer, normalizer),
-        schedule=schedule,
-        learning_rate=rate,
-        dtype=dtype,
-    )
+def _grpo_cfg(cfg: dict[str, Any]) -> None:
+    if not cfg.pop("reset_every_rollout", True):
+        raise ValueError("reset_every_rollout must be true for grpo: the rows of a group must share one start state, got false")
 
 
-def _critic_normalizer(policy: Any, trainer: Mapping[str, Any], normalizer: Normalizer | None) -> Normalizer | None:
+def _critic_normalizer(policy: Any, trainer: Mapping[str, Any], normalizer: Normalizer | None) -> dict[str, Normalizer | None]:
     """The actor's own where both see the same; none where neither trainer nor policy asks for one."""
     everything = trainer.get("normalize_observations", False)
     if not policy.has_critic or not (everything or policy.critic_obs_normalization):
-        return None
+        return {"critic_normalizer": None}
     if normalizer is not None and not policy.uses_separate_critic_obs:
-        return normalizer
+        return {"critic_normalizer": normalizer}
     size = policy.critic_obs_dim
-    return running_normalizer(size, initial_count=1e-4) if everything else empirical_normalizer(size)
+    return {"critic_normalizer": running_normalizer(size, initial_count=1e-4) if everything else empirical_normalizer(size)}
 
 
-@register_algo("grpo")
-def _grpo(
-    env: Any,
-    policy: Any,
-    cfg: dict[str, Any],
-    *,
-    trainer: dict[str, Any],
-    normalizer: Normalizer | None,
-    total_updates: int | None,
-    dtype: torch.dtype,
-) -> Algorithm:
-    optimizer, schedule, rate = take_optimizer(cfg, total_updates)
-    if not cfg.pop("reset_every_rollout", True):
-        raise ValueError("reset_every_rollout must be true for grpo: the rows of a group must share one start state, got false")
-    refuse_unknown(cfg, GrpoConfig.__dataclass_fields__, "algorithm.cfg of grpo")
-    config = GrpoConfig(**{**{key: trainer[key] for key in _RECORDED_TRAINER_KEYS if key in trainer}, **cfg})
-    return make_grpo(env, policy, optimizer, config, normalizer=normalizer, schedule=schedule, learning_rate=rate, dtype=dtype)
+_APG_KEYS = (
+    *("segment_length", "update_horizon", "rollout_mode", "gradient_accumulation_steps", "deterministic_actions", "clip_actions_to_space"),
+    *("action_adjoint_max_norm", "state_adjoint_max_norm", "compile_mode"),
+)
+_RECORDED_KEYS = {key: key for key in ("buffer_size", "clip_actions_to_space", "compile_mode")}
+_builtin("apg", make_apg, ApgConfig, {**{key: key for key in _APG_KEYS}, "scan_memory": "memory"}, adapt=_apg_cfg, differentiable=True)
+_builtin("ppo", make_ppo, PpoConfig, _RECORDED_KEYS, more=_critic_normalizer)
+_builtin("grpo", make_grpo, GrpoConfig, _RECORDED_KEYS, adapt=_grpo_cfg)

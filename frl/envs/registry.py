@@ -6,6 +6,7 @@ with ``register_learning_env``, through the entry-point group ``frl.envs``, or b
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import importlib
@@ -15,20 +16,21 @@ from typing import Any
 
 import torch
 
+from frl import tree
 from frl.envs.env import Env
 from frl.envs.vector import VecEnv, make_vec_env
 from frl.registry import Registry
 
 _REGISTRY = Registry("environment", group="frl.envs")
 _ALIASES = {"pointmassrl": "point_mass"}
-_GYMNASIUM = "gymnasium:"
+GYMNASIUM = "gymnasium:"
 
 
 def register_learning_env(name: str, factory: Callable[..., Any] | None = None, *, override: bool = False) -> Any:
     """Register an environment factory under a case-insensitive name, directly or as a decorator.
 
-    The factory takes the keys of ``learning_env.cfg`` and returns an :class:`~frl.envs.env.Env` of one row. A factory that names ``num_envs`` (and ``device``)
-    in its signature gets them too and may return a vector environment itself.
+    The factory takes the keys of ``learning_env.cfg`` and returns an :class:`~frl.envs.env.Env` of one row. A factory that names ``num_envs`` (and ``device``,
+    ``dtype``) in its signature gets them too and may return a vector environment itself.
 
     Raises:
         ValueError: the name is taken and ``override`` is false.
@@ -42,23 +44,26 @@ def get_registered_learning_env_names() -> list[str]:
 
 
 def get_learning_env_factory(name: str) -> Callable[..., Any]:
-    """The factory under ``name`` (of :func:`~frl.envs.host.gymnasium_env` for ``gymnasium:ID``); ``ValueError`` that lists the names otherwise."""
-    if isinstance(name, str) and name.lower().startswith(_GYMNASIUM):
-        from frl.envs.host import gymnasium_env
+    """The factory under ``name`` (of :func:`~frl.envs.gymnasium_env.gymnasium_env` for ``gymnasium:ID``); ``ValueError`` that lists the names otherwise."""
+    if isinstance(name, str) and name.lower().startswith(GYMNASIUM):
+        from frl.envs.gymnasium_env import gymnasium_env, gymnasium_spec
 
-        return functools.partial(gymnasium_env, name[len(_GYMNASIUM) :])
+        gymnasium_spec(name[len(GYMNASIUM) :])
+        return functools.partial(gymnasium_env, name[len(GYMNASIUM) :])
     if isinstance(name, str) and name.lower() in _ALIASES and name.lower() not in _REGISTRY.names():
         name = _ALIASES[name.lower()]
     return _REGISTRY.get(name)
 
 
-def build_learning_env(name: str, *, num_envs: int = 1, device: torch.device | str = "cpu", **cfg: Any) -> Any:
+def build_learning_env(name: str, *, num_envs: int = 1, device: torch.device | str = "cpu", dtype: torch.dtype | None = None, **cfg: Any) -> Any:
     """Build ``num_envs`` rows of a registered environment.
 
     Args:
         name: registered name, case-insensitive, or ``gymnasium:ID``.
         num_envs: N.
         device: where states live.
+        dtype: of a functional environment's floating parameters, which what it computes follows, and of what a host environment returns; as the environment
+            has it when ``None``.
         **cfg: passed to the factory.
 
     Returns:
@@ -77,15 +82,20 @@ def build_learning_env(name: str, *, num_envs: int = 1, device: torch.device | s
         near = difflib.get_close_matches(unknown[0], list(names), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise TypeError(f"environment {name!r} takes no {unknown[0]!r}{hint} (known: {', '.join(names) or 'none'})")
-    own = {key: value for key, value in (("num_envs", num_envs), ("device", torch.device(device))) if key in names}
-    built = factory(**cfg, **own)
+    given = {"num_envs": num_envs, "device": torch.device(device), **({} if dtype is None else {"dtype": dtype})}
+    built = factory(**cfg, **{key: value for key, value in given.items() if key in names})
     if isinstance(built, Env):
-        return make_vec_env(built, num_envs, device)
+        built = make_vec_env(built, num_envs, device)
     if isinstance(built, VecEnv):
-        return built
+        return built if dtype is None else _cast(built, dtype)
     from frl.envs.host import HostEnv, is_host_like
 
-    return HostEnv(built, device=device, name=name) if is_host_like(built) else built
+    return HostEnv(built, device=device, name=name, dtype=dtype or torch.float32) if is_host_like(built) else built
+
+
+def _cast(vec: VecEnv, dtype: torch.dtype) -> VecEnv:
+    params = tree.map(lambda x: x.to(dtype) if x.is_floating_point() else x, vec.env.default_params)
+    return dataclasses.replace(vec, env=dataclasses.replace(vec.env, default_params=params))
 
 
 def _builtin(name: str, module: str | None = None) -> None:

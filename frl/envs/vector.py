@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from frl import rng, tree
-from frl.envs.env import Env
+from frl.envs.env import Env, EnvSpec
 from frl.types import PyTree, TimeStep
 
 RESERVED_METRICS = ("episode_return", "episode_length", "nonfinite")
@@ -52,6 +52,11 @@ class VecEnv:
     def __post_init__(self) -> None:
         if isinstance(self.num_envs, bool) or not isinstance(self.num_envs, int) or self.num_envs < 1:
             raise ValueError(f"num_envs must be a positive integer, got {self.num_envs!r}")
+
+    @property
+    def spec(self) -> EnvSpec:
+        """Facts about the environment of one row."""
+        return self.env.spec
 
     @property
     def single_observation_space(self) -> Any:
