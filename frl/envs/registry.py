@@ -1,7 +1,7 @@
 """Names of environments: register, list, build.
 
-Built-in environments are imported when they are asked for, and ``gymnasium:ID`` stands for any registered gymnasium environment. Other packages add theirs
-with ``register_learning_env``, through the entry-point group ``frl.envs``, or by being listed under ``trainer.imports`` in a run file.
+Built-in environments are imported when they are asked for, ``gymnasium:ID`` stands for any registered gymnasium environment on the host, and ``mujoco:ID``
+for gymnasium's MuJoCo tasks as functions (with the extra ``mujoco``). Other packages add theirs with ``register_learning_env``, through the entry-point group ``frl.envs``, or by being listed under ``trainer.imports`` in a run file.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from frl.registry import Registry
 _REGISTRY = Registry("environment", group="frl.envs")
 _ALIASES = {"pointmassrl": "point_mass"}
 _GYMNASIUM = "gymnasium:"
+_MUJOCO = "mujoco:"
 
 
 def register_learning_env(name: str, factory: Callable[..., Any] | None = None, *, override: bool = False) -> Any:
@@ -42,11 +43,20 @@ def get_registered_learning_env_names() -> list[str]:
 
 
 def get_learning_env_factory(name: str) -> Callable[..., Any]:
-    """The factory under ``name`` (of :func:`~frl.envs.host.gymnasium_env` for ``gymnasium:ID``); ``ValueError`` that lists the names otherwise."""
+    """The factory under ``name``: of :func:`~frl.envs.host.gymnasium_env` for ``gymnasium:ID``, of :mod:`frl.envs.mujoco.tasks` for ``mujoco:ID``.
+
+    Raises:
+        ValueError: an unknown name; the message lists the known ones.
+        ModuleNotFoundError: for ``mujoco:ID`` without the extra.
+    """
     if isinstance(name, str) and name.lower().startswith(_GYMNASIUM):
         from frl.envs.host import gymnasium_env
 
         return functools.partial(gymnasium_env, name[len(_GYMNASIUM) :])
+    if isinstance(name, str) and name.lower().startswith(_MUJOCO):
+        from frl.envs.mujoco.tasks import get_task
+
+        return get_task(name[len(_MUJOCO) :])
     if isinstance(name, str) and name.lower() in _ALIASES and name.lower() not in _REGISTRY.names():
         name = _ALIASES[name.lower()]
     return _REGISTRY.get(name)
@@ -56,7 +66,7 @@ def build_learning_env(name: str, *, num_envs: int = 1, device: torch.device | s
     """Build ``num_envs`` rows of a registered environment.
 
     Args:
-        name: registered name, case-insensitive, or ``gymnasium:ID``.
+        name: registered name, case-insensitive, or ``gymnasium:ID`` or ``mujoco:ID``.
         num_envs: N.
         device: where states live.
         **cfg: passed to the factory.
