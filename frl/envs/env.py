@@ -27,6 +27,7 @@ class EnvSpec:
         dt: duration of one step [s].
         differentiable: ``step`` has useful gradients with respect to state and action.
         normalize_mask: which observation features a normalizer may touch (all when ``None``), a tuple of O bools.
+        gradient_tolerance: relative accuracy in float64 of the gradients, which :func:`frl.check_env` holds them to.
     """
 
     name: str
@@ -34,6 +35,7 @@ class EnvSpec:
     dt: float
     differentiable: bool
     normalize_mask: tuple[bool, ...] | None = None
+    gradient_tolerance: float = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)

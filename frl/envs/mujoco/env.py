@@ -47,6 +47,7 @@ def mujoco_env(
     settle: bool = True,
     first_readings: Callable[[Tensor, Tensor], Tensor] | None = None,
     differentiable: bool = True,
+    gradient_tolerance: float = 1e-5,
     view: str = "xz",
     dtype: torch.dtype = torch.float32,
     threads: int | None = None,
@@ -74,6 +75,7 @@ def mujoco_env(
         settle: read after ``mj_forward`` at the new state (:class:`~frl.envs.mujoco.simulator.Simulator`).
         first_readings: ``(qpos, qvel) -> [R]`` after a reset, where they have a formula: fresh states are drawn for every step, and simulating them costs time.
         differentiable: ``outcome`` has useful gradients.
+        gradient_tolerance: what :func:`frl.check_env` is to expect of difference quotients along a few steps with contacts.
         view: plane of pictures, ``"xz"`` from the side or ``"xy"`` from above.
         dtype: ``torch.float32`` or ``torch.float64``, of the default parameters.
         threads, centered, gradient_integrator: see :class:`~frl.envs.mujoco.simulator.Simulator`.
@@ -143,7 +145,9 @@ def mujoco_env(
     limited = compiled.actuator_ctrllimited.astype(bool)
     low, high = (np.where(limited, compiled.actuator_ctrlrange[:, i], bound).astype(box_dtype) for i, bound in ((0, -np.inf), (1, np.inf)))
     return Env(
-        spec=EnvSpec(name=name, max_episode_steps=max_episode_steps, dt=simulator.dt, differentiable=differentiable),
+        spec=EnvSpec(
+            name=name, max_episode_steps=max_episode_steps, dt=simulator.dt, differentiable=differentiable, gradient_tolerance=gradient_tolerance
+        ),
         observation_space=spaces.Box(-np.inf, np.inf, tuple(seen.shape), dtype=box_dtype),
         action_space=spaces.Box(low, high, dtype=box_dtype),
         default_params=default_params,

@@ -73,7 +73,7 @@ class Simulator:
         read: Read | None = None,
         settle: bool = True,
         threads: int | None = None,
-        epsilon: float = 1e-6,
+        epsilon: float = 1e-7,
         centered: bool = True,
         gradient_integrator: str | None = None,
     ) -> None:
@@ -126,14 +126,14 @@ class Simulator:
     def step(self, state: np.ndarray, ctrl: np.ndarray, frames: int | None = None) -> tuple[np.ndarray, np.ndarray]:
         """``state [B, S]``, ``ctrl [B, U]`` -> next state ``[B, S]`` and what was read ``[B, R]``.
 
-        A row that is not finite, or that MuJoCo gave up (bad numbers, full buffers), comes out as NaN. ``frames`` replaces ``frame_skip``; with 0 nothing moves
+        A row that is not finite or beyond 1e10, or at which MuJoCo warns (an acceleration beyond 1e10, a full buffer), comes out as NaN. ``frames`` replaces ``frame_skip``; with 0 nothing moves
         and the data are read off the state as it is.
         """
         with self._lock, _quiet():
             return self._run(self.model, state, ctrl, self.frame_skip if frames is None else frames)
 
     def _run(self, model: Any, state: np.ndarray, ctrl: np.ndarray, frames: int) -> tuple[np.ndarray, np.ndarray]:
-        good = np.isfinite(state).all(1) & np.isfinite(ctrl).all(1)
+        good = (np.abs(state) <= LARGEST).all(1) & (np.abs(ctrl) <= LARGEST).all(1)
         # A row that is lost already must not reach the engine: collision routines index by what they are given.
         start = np.where(good[:, None], self.tangent.normalize(state), self.start) if self.tangent.quaternions or not good.all() else state
         ctrl = ctrl if good.all() else np.where(good[:, None], ctrl, 0.0)
@@ -142,7 +142,9 @@ class Simulator:
         for begin in range(0, len(start), ROWS_PER_BATCH):
             part = slice(begin, begin + ROWS_PER_BATCH)
             good[part] &= self._run_batch(model, start[part], ctrl[part], frames, out[part], seen[part])
-        good &= (np.abs(out) <= LARGEST).all(1)
+        speed = slice(self.nq, self.nq + self.nv)
+        # The second bound is the one for accelerations, of the last step too, whose warning a rollout does not tell.
+        good &= (np.abs(out) <= LARGEST).all(1) & (np.abs(out[:, speed] - start[:, speed]) <= LARGEST * model.opt.timestep).all(1)
         if not good.all():
             out[~good], seen[~good] = np.nan, np.nan
         return out, seen
@@ -159,20 +161,24 @@ class Simulator:
             # MuJoCo stops a row at its first warning; its clock tells.
             return np.abs(end[:, 0] / model.opt.timestep - frames) < 0.5
 
+        good = np.ones(len(state), dtype=bool)
+
         def one(data: Any, row: int) -> None:
             self._load(model, data, state[row], ctrl[row])
             self._play(model, data, frames)
+            good[row] = not data.warning.number.any()
             out[row, : self.nq], out[row, self.nq : self.nq + self.nv], out[row, self.nq + self.nv :] = data.qpos, data.qvel, data.act
             seen[row] = self._read_off(model, data)
 
         workers.each(one, len(state))
-        return np.ones(len(state), dtype=bool)
+        return good
 
     def _load(self, model: Any, data: Any, state: np.ndarray, ctrl: np.ndarray) -> None:
         data.time = 0.0
         data.qpos[:], data.qvel[:], data.act[:] = state[: self.nq], state[self.nq : self.nq + self.nv], state[self.nq + self.nv :]
         data.ctrl[:] = ctrl
         data.qacc_warmstart[:] = 0.0
+        data.warning.number[:] = 0
 
     def _play(self, model: Any, data: Any, frames: int) -> None:
         import mujoco

@@ -478,6 +478,7 @@ def half_cheetah(
         observe=observe,
         reset=_noisy(model, normal_velocity=True),
         reset_noise_scale=reset_noise_scale,
+        gradient_tolerance=1e-4,  # its contacts are the stiffest
         dtype=dtype,
         threads=threads,
         centered=centered,
