@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-mujoco = pytest.importorskip("mujoco")
-
 import frl
 from frl import compile as compiler
 from frl import rng, tree
@@ -21,6 +19,8 @@ from frl.envs.mujoco.tasks import half_cheetah, hopper, inverted_pendulum, reach
 from frl.envs.registry import build_learning_env, get_learning_env_factory
 from frl.envs.scene import Line, Polygon
 from frl.types import Outcome, Rollout
+
+pytest.importorskip("mujoco")
 
 F64 = torch.float64
 
@@ -105,9 +105,10 @@ def test_what_cannot_be_an_env_is_refused():
         ball(view="yz")
     with pytest.raises(ValueError, match="reset_noise_scale"):
         ball(reset_noise_scale=-1.0)
+    env = ball()
+    state = env.reset(rng.key(0), env.default_params)
     with pytest.raises(ValueError, match=r"action of one row must have shape \(2,\), got \(3,\)"):
-        env = ball()
-        env.step(env.reset(rng.key(0), env.default_params), torch.zeros(3), env.default_params)
+        env.step(state, torch.zeros(3), env.default_params)
 
 
 # ---- names ----
@@ -219,13 +220,18 @@ def test_smooth_lends_a_gradient_and_leaves_returns_alone(build: Any):
     params = hard.default_params
     states = torch.func.vmap(hard.reset, in_dims=(0, None))(keys, params)
     # Some fall in the step.
-    states = states._replace(qpos=states.qpos + torch.linspace(0.0, 0.21, 8, dtype=F64)[:, None] * torch.eye(states.qpos.shape[1], dtype=F64)[2 if build is hopper else 1])
+    leaning = torch.eye(states.qpos.shape[1], dtype=F64)[2 if build is hopper else 1]
+    states = states._replace(qpos=states.qpos + torch.linspace(0.0, 0.21, 8, dtype=F64)[:, None] * leaning)
     actions = torch.full((8, hard.action_space.shape[0]), 0.3, dtype=F64)
-    outcomes = [torch.func.vmap(env.step, in_dims=(0, 0, None))(states, actions, params)[1] for env in (hard, soft)]
+
+    def outcome(env: frl.Env, actions: torch.Tensor) -> Outcome:
+        return torch.func.vmap(env.step, in_dims=(0, 0, None))(states, actions, params)[1]
+
+    outcomes = [outcome(env, actions) for env in (hard, soft)]
     assert 0 < int(outcomes[0].terminated.sum()) < 8
     for a, b in zip(tree.leaves(outcomes[0]), tree.leaves(outcomes[1]), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
-    slopes = [torch.func.grad(lambda a, env=env: torch.func.vmap(env.step, in_dims=(0, 0, None))(states, a, params)[1].reward.sum())(actions) for env in (hard, soft)]
+    slopes = [torch.func.grad(lambda actions, env=env: outcome(env, actions).reward.sum())(actions) for env in (hard, soft)]
     assert bool((slopes[0] != slopes[1]).any(1)[-4:].all())
     if build is inverted_pendulum:
         assert not hard.spec.differentiable

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-mujoco = pytest.importorskip("mujoco")
-
 from frl.envs.mujoco import Simulator, load_model, simulate
 from frl.envs.mujoco import simulator as room
 from frl.envs.mujoco.model import gymnasium_model
+
+mujoco = pytest.importorskip("mujoco")
 
 F64 = torch.float64
 
@@ -205,7 +205,8 @@ def test_transforms_agree(backend: str, monkeypatch: pytest.MonkeyPatch):
         "autograd": torch.autograd.grad(value(*leaves), leaves),
         "autograd of vmap": torch.autograd.grad(torch.func.vmap(value)(*leaves).sum(), leaves),
         "two levels of vmap": [
-            x.flatten(0, 1) for x in torch.func.vmap(torch.func.vmap(gradient), in_dims=(1, 0), out_dims=0)(state.reshape(2, 2, -1).movedim(0, 1), ctrl.reshape(2, 2, -1))
+            x.flatten(0, 1)
+            for x in torch.func.vmap(torch.func.vmap(gradient), in_dims=(1, 0), out_dims=0)(state.reshape(2, 2, -1).movedim(0, 1), ctrl.reshape(2, 2, -1))
         ],
         "compiled": torch.compile(gradient, backend=backend, fullgraph=True)(state, ctrl),
         "compiled vmap": torch.compile(torch.func.vmap(gradient), backend=backend, fullgraph=True)(state, ctrl),
@@ -241,19 +242,19 @@ def test_what_has_no_derivative_is_refused():
         first.sum().backward()
 
 
-def test_controls_beyond_their_limits_have_no_gradient_and_at_them_the_one_from_inside():
-    for options in ({}, {"centered": False}):
-        simulator = mixed(**options)
-        state, _ = drawn(simulator, 1)
-        weights = torch.ones(simulator.size, dtype=F64)
-        slope = torch.func.vmap(torch.func.grad(lambda ctrl: simulate(simulator, state[0], ctrl)[0] @ weights))
-        values = slope(torch.tensor([[-1.5], [-1.0], [0.3], [1.0], [1.5]], dtype=F64))[:, 0]
-        assert float(values[0]) == float(values[4]) == 0.0
-        # The activation is linear in the control.
-        assert float(values[2]) != 0.0
-        torch.testing.assert_close(values[1:4], values[2].expand(3), rtol=1e-3, atol=0)
-        after = simulate(simulator, state.expand(2, -1), torch.tensor([[1.0], [7.0]], dtype=F64))[0]
-        torch.testing.assert_close(after[0], after[1], rtol=0, atol=0)
+@pytest.mark.parametrize("centered", [True, False])
+def test_controls_beyond_their_limits_have_no_gradient_and_at_them_the_one_from_inside(centered: bool):
+    simulator = mixed(centered=centered)
+    state, _ = drawn(simulator, 1)
+    weights = torch.ones(simulator.size, dtype=F64)
+    slope = torch.func.vmap(torch.func.grad(lambda ctrl: simulate(simulator, state[0], ctrl)[0] @ weights))
+    values = slope(torch.tensor([[-1.5], [-1.0], [0.3], [1.0], [1.5]], dtype=F64))[:, 0]
+    assert float(values[0]) == float(values[4]) == 0.0
+    # The activation is linear in the control.
+    assert float(values[2]) != 0.0
+    torch.testing.assert_close(values[1:4], values[2].expand(3), rtol=1e-3, atol=0)
+    after = simulate(simulator, state.expand(2, -1), torch.tensor([[1.0], [7.0]], dtype=F64))[0]
+    torch.testing.assert_close(after[0], after[1], rtol=0, atol=0)
 
 
 def test_cheaper_differences_are_close():

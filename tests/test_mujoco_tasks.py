@@ -6,19 +6,17 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("mujoco")
-
-import gymnasium
-
 import frl
-from frl import rng, tree
+from frl import rng
 from frl.envs.mujoco.tasks import PREFIX, TASKS
-from frl.envs.registry import build_learning_env, get_learning_env_factory
 from tests import test_contracts as contracts
+
+mujoco = pytest.importorskip("mujoco")
 
 F32, F64 = torch.float32, torch.float64
 NAMES = [PREFIX + task for task in TASKS]
@@ -31,12 +29,21 @@ def at(env: frl.Env, simulation: Any) -> Any:
     return env.reset(rng.key(0), env.default_params)._replace(qpos=torch.tensor(data.qpos.copy()), qvel=torch.tensor(data.qvel.copy()))
 
 
+def gymnasiums(task: str) -> Any:
+    """Gymnasium's environment, without the log file that MuJoCo writes about old spellings in its models."""
+    mujoco.set_mju_user_warning(lambda message: None)
+    try:
+        return gymnasium.make(task)
+    finally:
+        mujoco.set_mju_user_warning(None)
+
+
 # ---- gymnasium's numbers ----
 
 
 @every_task
 def test_steps_are_those_of_gymnasium(task: str):
-    theirs = gymnasium.make(task).unwrapped
+    theirs = gymnasiums(task).unwrapped
     env = TASKS[task](dtype=F64)
     random = np.random.default_rng(0)
     ends = 0
@@ -61,7 +68,7 @@ def test_steps_are_those_of_gymnasium(task: str):
 
 @every_task
 def test_facts_are_those_of_gymnasium(task: str):
-    theirs, env = gymnasium.make(task), TASKS[task]()
+    theirs, env = gymnasiums(task), TASKS[task]()
     assert env.spec.max_episode_steps == theirs.spec.max_episode_steps
     assert env.spec.dt == pytest.approx(theirs.unwrapped.dt)
     assert env.observation_space.shape == theirs.observation_space.shape
@@ -70,14 +77,13 @@ def test_facts_are_those_of_gymnasium(task: str):
 
 @every_task
 def test_first_states_are_distributed_as_those_of_gymnasium(task: str):
-    theirs, env = gymnasium.make(task).unwrapped, TASKS[task](dtype=F64)
+    theirs, env = gymnasiums(task).unwrapped, TASKS[task](dtype=F64)
     count = 2000
     states = torch.func.vmap(env.reset, in_dims=(0, None))(rng.split(rng.key(1), count), env.default_params)
     ours, drawn = torch.cat((states.qpos, states.qvel), dim=1).numpy(), []
     for seed in range(count):
         theirs.reset(seed=seed)
         drawn.append(np.concatenate((theirs.data.qpos, theirs.data.qvel)))
-    other = np.array(drawn)
     for mine, his in zip(ours.T, np.array(drawn).T, strict=True):
         places = np.concatenate((mine, his))
         gap = np.searchsorted(np.sort(mine), places, side="right") - np.searchsorted(np.sort(his), places, side="right")
@@ -87,7 +93,7 @@ def test_first_states_are_distributed_as_those_of_gymnasium(task: str):
 
 @every_task
 def test_first_observations_are_those_of_gymnasium_at_that_state(task: str):
-    theirs, env = gymnasium.make(task).unwrapped, TASKS[task](dtype=F64)
+    theirs, env = gymnasiums(task).unwrapped, TASKS[task](dtype=F64)
     for seed in range(3):
         state = env.reset(rng.key(seed), env.default_params)
         theirs.reset(seed=0)

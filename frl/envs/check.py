@@ -71,9 +71,7 @@ class Measurement(NamedTuple):
     noise: Tensor  # [N] rounding error of a row's differences
 
 
-def check_env(
-    env: Env, *, num_envs: int = 64, num_steps: int = 8, seed: int = 0, epsilon: float = 1e-4, tolerance: float | None = None
-) -> CheckReport:
+def check_env(env: Env, *, num_envs: int = 64, num_steps: int = 8, seed: int = 0, epsilon: float = 1e-4, tolerance: float | None = None) -> CheckReport:
     """Compare the gradient of a short rollout's return with central differences, in float64.
 
     The return is the plain sum of ``num_steps`` rewards, through any termination; its gradient is taken with respect to every action. Differences use the
@@ -82,8 +80,9 @@ def check_env(
         inner = (f(e) - f(-e)) / 2e,   outer = (f(2e) - f(-2e)) / 4e,   estimate = (4 inner - outer) / 3
 
     A row is at a kink if ``inner`` and ``outer``, or the one-sided slopes forwards and backwards, disagree by more than ``tolerance``: this looks at values
-    only, so a wrong gradient cannot hide behind it. Such a row is measured again with a tenth and a hundredth of ``epsilon``, for a kink that is near (the onset
-    of a contact) does not keep the gradient from being compared. Errors are relative to the row's gradient norm, or to the norm that rounding can resolve if that is larger.
+    only, so a wrong gradient cannot hide behind it. Such a row is measured again with a tenth and a hundredth of ``epsilon``, for a kink that is only near (the
+    onset of a contact) does not keep the gradient from being compared. Errors are relative to the row's gradient norm, or to the norm that rounding can
+    resolve if that is larger.
 
     Args:
         env: the environment; its default parameters are used, cast to float64.

@@ -1,7 +1,8 @@
 """Names of environments: register, list, build.
 
 Built-in environments are imported when they are asked for, ``gymnasium:ID`` stands for any registered gymnasium environment on the host, and ``mujoco:ID``
-for gymnasium's MuJoCo tasks as functions (with the extra ``mujoco``). Other packages add theirs with ``register_learning_env``, through the entry-point group ``frl.envs``, or by being listed under ``trainer.imports`` in a run file.
+for gymnasium's MuJoCo tasks as functions (with the extra ``mujoco``). Other packages add theirs with ``register_learning_env``, through the entry-point group
+``frl.envs``, or by being listed under ``trainer.imports`` in a run file.
 """
 
 from __future__ import annotations

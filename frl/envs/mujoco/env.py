@@ -14,6 +14,7 @@ from torch import Tensor
 from frl import rng
 from frl.envs.check import require_count, require_number, space_dtype
 from frl.envs.env import Env, EnvSpec
+from frl.envs.mujoco.engine import engine
 from frl.envs.mujoco.model import load_model
 from frl.envs.mujoco.operator import simulate
 from frl.envs.mujoco.scene import scene_of
@@ -62,7 +63,8 @@ def mujoco_env(
 
     Args:
         name: of the environment.
-        model: what :func:`~frl.envs.mujoco.model.load_model` takes: a path, MJCF text, a ``mujoco.MjSpec`` or a ``mujoco.MjModel``. Its own parameters are fixed.
+        model: what :func:`~frl.envs.mujoco.model.load_model` takes: a path, MJCF text, a ``mujoco.MjSpec`` or a
+            ``mujoco.MjModel``. Its own parameters are fixed.
         outcome: ``(before, action, after, env_params) -> Outcome`` of one row: reward, termination and metrics of a step, in differentiable operations.
         frame_skip: MuJoCo steps of one step of the environment.
         max_episode_steps: time limit [steps], or ``None``.
@@ -85,9 +87,7 @@ def mujoco_env(
         TypeError, ValueError: a model that MuJoCo refuses or that has no actuators, or an argument outside its range.
     """
     compiled = load_model(model)
-    simulator = Simulator(
-        compiled, frame_skip, read=read, settle=settle, threads=threads, centered=centered, gradient_integrator=gradient_integrator
-    )
+    simulator = Simulator(compiled, frame_skip, read=read, settle=settle, threads=threads, centered=centered, gradient_integrator=gradient_integrator)
     if simulator.nu == 0:
         raise ValueError("the model has no actuators, so there are no actions")
     if max_episode_steps is not None:
@@ -145,9 +145,7 @@ def mujoco_env(
     limited = compiled.actuator_ctrllimited.astype(bool)
     low, high = (np.where(limited, compiled.actuator_ctrlrange[:, i], bound).astype(box_dtype) for i, bound in ((0, -np.inf), (1, np.inf)))
     return Env(
-        spec=EnvSpec(
-            name=name, max_episode_steps=max_episode_steps, dt=simulator.dt, differentiable=differentiable, gradient_tolerance=gradient_tolerance
-        ),
+        spec=EnvSpec(name=name, max_episode_steps=max_episode_steps, dt=simulator.dt, differentiable=differentiable, gradient_tolerance=gradient_tolerance),
         observation_space=spaces.Box(-np.inf, np.inf, tuple(seen.shape), dtype=box_dtype),
         action_space=spaces.Box(low, high, dtype=box_dtype),
         default_params=default_params,
@@ -160,8 +158,7 @@ def mujoco_env(
 
 def _start(model: Any, keyframe: str | int | None) -> tuple[Tensor, Tensor, Tensor]:
     """Position, velocity and activation at which episodes start, float64."""
-    import mujoco
-
+    mujoco = engine()
     data = mujoco.MjData(model)
     if keyframe is not None:
         number = keyframe if isinstance(keyframe, int) else mujoco.mj_name2id(model, mujoco.mjtObj.mjOBJ_KEY, keyframe)

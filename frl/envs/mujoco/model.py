@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-
-def require_mujoco(what: str) -> None:
-    """``ModuleNotFoundError`` with the command that installs it, unless MuJoCo is there."""
-    if importlib.util.find_spec("mujoco") is None:
-        raise ModuleNotFoundError(f"{what} needs MuJoCo, which is not installed; install it with: pip install 'frl[mujoco]'")
+from frl.envs.mujoco.engine import engine, require_mujoco, warnings_to
 
 
 def load_model(source: Any) -> Any:
@@ -28,8 +24,7 @@ def load_model(source: Any) -> Any:
             ``UserWarning``.
     """
     require_mujoco("a MuJoCo model")
-    import mujoco
-
+    mujoco = engine()
     if isinstance(source, mujoco.MjModel):
         return source
     if isinstance(source, mujoco.MjSpec):
@@ -54,19 +49,13 @@ def gymnasium_model(name: str) -> Any:
         return load_model(Path(gymnasium.__file__).parent / "envs" / "mujoco" / "assets" / f"{name}.xml")
 
 
-def _compile(read: Any, what: str) -> Any:
-    import mujoco
-
+def _compile(read: Callable[[], Any], what: str) -> Any:
     said: list[str] = []
-    mine = mujoco.get_mju_user_warning() is None
-    if mine:
-        mujoco.set_mju_user_warning(said.append)
     try:
-        return read()
+        with warnings_to(said.append):
+            return read()
     except ValueError as error:
         raise ValueError(f"MuJoCo cannot read {what}: {' '.join(str(error).split())}") from error
     finally:
-        if mine:
-            mujoco.set_mju_user_warning(None)
         for text in said:
             warnings.warn(f"MuJoCo on {what}: {' '.join(text.split())}", UserWarning, stacklevel=3)

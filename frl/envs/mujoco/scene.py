@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from frl.envs.mujoco.engine import engine
 from frl.envs.scene import Circle, Line, Polygon, Scene
 from frl.types import PyTree
 
@@ -23,8 +24,7 @@ def scene_of(model: Any, view: str) -> Callable[[PyTree, PyTree], Scene]:
     """
 
     def scene(env_state: Any, env_params: PyTree) -> Scene:
-        import mujoco
-
+        mujoco = engine()
         data = mujoco.MjData(model)
         data.qpos[:] = np.asarray(env_state.qpos.detach().cpu(), dtype=np.float64)
         mujoco.mj_kinematics(model, data)
@@ -53,12 +53,11 @@ def scene_of(model: Any, view: str) -> Callable[[PyTree, PyTree], Scene]:
 
 def _outline(model: Any, data: Any, i: int) -> np.ndarray:
     """Points ``[M, 3]`` whose hull in any plane is the projection of geom ``i`` (of the box around it for meshes and fields)."""
-    import mujoco
-
+    mujoco = engine()
     kind, size = model.geom_type[i], model.geom_size[i]
     types = mujoco.mjtGeom
-    angles = np.linspace(0.0, np.pi, _ROUND + 1)
-    ball = np.array([(np.sin(a) * np.cos(b), np.sin(a) * np.sin(b), np.cos(a)) for a in angles for b in np.linspace(0.0, 2 * np.pi, 2 * _ROUND, endpoint=False)])
+    polar, turns = np.linspace(0.0, np.pi, _ROUND + 1), np.linspace(0.0, 2 * np.pi, 2 * _ROUND, endpoint=False)
+    ball = np.array([(np.sin(a) * np.cos(b), np.sin(a) * np.sin(b), np.cos(a)) for a in polar for b in turns])
     if kind == types.mjGEOM_SPHERE:
         local = ball * size[0]
     elif kind == types.mjGEOM_ELLIPSOID:
@@ -67,8 +66,7 @@ def _outline(model: Any, data: Any, i: int) -> np.ndarray:
         local = ball * size[0]
         local[:, 2] += np.where(ball[:, 2] >= 0, size[1], -size[1])
     elif kind == types.mjGEOM_CYLINDER:
-        ring = np.linspace(0.0, 2 * np.pi, 2 * _ROUND, endpoint=False)
-        local = np.array([(size[0] * np.cos(b), size[0] * np.sin(b), z) for b in ring for z in (-size[1], size[1])])
+        local = np.array([(size[0] * np.cos(b), size[0] * np.sin(b), z) for b in turns for z in (-size[1], size[1])])
     else:
         middle, half = model.geom_aabb[i, :3], model.geom_aabb[i, 3:]
         local = middle + half * np.array([(x, y, z) for x in (-1, 1) for y in (-1, 1) for z in (-1, 1)])

@@ -7,13 +7,12 @@ is a pure function of it and of the controls: the constraint solver starts cold 
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 
 from frl.envs.check import require_count, require_number
+from frl.envs.mujoco.engine import engine, rollout, warnings_to
 from frl.envs.mujoco.tangent import Tangent
 
 LARGEST = 1e10  # MuJoCo calls a simulation unstable when a position, velocity or acceleration exceeds it
@@ -48,8 +48,8 @@ class Simulator:
         threads: of a call; torch's own number when ``None``.
         epsilon: step of the difference quotients, in the units of the state and the controls.
         centered: central differences; one-sided ones take half the time and are some 1e-6 off.
-        gradient_integrator: ``"euler"``, ``"implicit"`` or ``"implicitfast"`` takes the differences of simulations with another integrator than the model's own:
-            the gradient of a neighbouring simulator, a fourth of the time where the model asks for Runge-Kutta. ``None``: the gradient of what is simulated.
+        gradient_integrator: ``"euler"``, ``"implicit"`` or ``"implicitfast"`` takes the differences of simulations with another integrator than the model's
+            own: the gradient of a neighbouring simulator, a fourth of the time where the model asks for Runge-Kutta. ``None``: that of what is simulated.
 
     Attributes:
         model: the copy.
@@ -77,8 +77,7 @@ class Simulator:
         centered: bool = True,
         gradient_integrator: str | None = None,
     ) -> None:
-        import mujoco
-
+        mujoco = engine()
         if not isinstance(model, mujoco.MjModel):
             raise TypeError(f"expected a mujoco.MjModel, got {type(model).__name__}; frl.envs.mujoco.load_model reads files")
         self.frame_skip = require_count("frame_skip", frame_skip)
@@ -126,14 +125,14 @@ class Simulator:
     def step(self, state: np.ndarray, ctrl: np.ndarray, frames: int | None = None) -> tuple[np.ndarray, np.ndarray]:
         """``state [B, S]``, ``ctrl [B, U]`` -> next state ``[B, S]`` and what was read ``[B, R]``.
 
-        A row that is not finite or beyond 1e10, or at which MuJoCo warns (an acceleration beyond 1e10, a full buffer), comes out as NaN. ``frames`` replaces ``frame_skip``; with 0 nothing moves
-        and the data are read off the state as it is.
+        A row that is not finite or beyond 1e10, or at which MuJoCo warns (an acceleration beyond 1e10, a full buffer), comes out as NaN. ``frames``
+        replaces ``frame_skip``; with 0 nothing moves and the data are read off the state as it is.
         """
-        with self._lock, _quiet():
+        with self._lock, warnings_to(_nobody):
             return self._run(self.model, state, ctrl, self.frame_skip if frames is None else frames)
 
     def _run(self, model: Any, state: np.ndarray, ctrl: np.ndarray, frames: int) -> tuple[np.ndarray, np.ndarray]:
-        good = (np.abs(state) <= LARGEST).all(1) & (np.abs(ctrl) <= LARGEST).all(1)
+        good: np.ndarray = (np.abs(state) <= LARGEST).all(1) & (np.abs(ctrl) <= LARGEST).all(1)
         # A row that is lost already must not reach the engine: collision routines index by what they are given.
         start = np.where(good[:, None], self.tangent.normalize(state), self.start) if self.tangent.quaternions or not good.all() else state
         ctrl = ctrl if good.all() else np.where(good[:, None], ctrl, 0.0)
@@ -181,8 +180,7 @@ class Simulator:
         data.warning.number[:] = 0
 
     def _play(self, model: Any, data: Any, frames: int) -> None:
-        import mujoco
-
+        mujoco = engine()
         if frames:
             mujoco.mj_step(model, data, frames)
         # A Runge-Kutta step leaves the data of its last stage, close to the new state; those that stand in for it leave the state before.
@@ -214,7 +212,7 @@ class Simulator:
         state_grad, ctrl_grad = np.zeros((len(cotangent), *state.shape)), np.zeros((len(cotangent), *ctrl.shape))
         if asked.any():
             rows = np.flatnonzero(asked)
-            with self._lock, _quiet():
+            with self._lock, warnings_to(_nobody):
                 alive = np.isfinite(np.concatenate(self._run(self.model, state[rows], ctrl[rows], frames), axis=1)).all(1)
                 rows = rows[alive]
                 each = max(1, ROWS_PER_BATCH // (2 * self.directions))
@@ -263,10 +261,13 @@ class Simulator:
         return self._workers
 
 
+def _nobody(message: str) -> None:
+    """Rows that diverge are counted by whoever steps them."""
+
+
 def _own(model: Any, *, sensors: bool) -> Any:
     """A copy of the model that does not start over by itself when it becomes unstable, and computes no sensors that nobody reads."""
-    import mujoco
-
+    mujoco = engine()
     own = copy.copy(model)
     own.opt.disableflags |= mujoco.mjtDisableBit.mjDSBL_AUTORESET
     if not sensors:
@@ -278,12 +279,10 @@ class _Workers:
     """Threads of one process, each with its ``MjData``."""
 
     def __init__(self, model: Any, count: int) -> None:
-        import mujoco
-        from mujoco.rollout import Rollout
-
+        mujoco = engine()
         self.key = (os.getpid(), count)
         self.data = [mujoco.MjData(model) for _ in range(count)]
-        self.pool = Rollout(nthread=count if count > 1 else 0)
+        self.pool = rollout().Rollout(nthread=count if count > 1 else 0)
         self.python = ThreadPoolExecutor(count, thread_name_prefix="frl-mujoco") if count > 1 else None
 
     def rollout(self, model: Any, state: np.ndarray, ctrl: np.ndarray, frames: int) -> np.ndarray:
@@ -307,18 +306,3 @@ class _Workers:
             return
         for done in [self.python.submit(share, worker) for worker in range(count)]:
             done.result()
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """MuJoCo would write a line to a log file in the working directory for every row that diverges; they are counted instead."""
-    import mujoco
-
-    if mujoco.get_mju_user_warning() is not None:
-        yield
-        return
-    mujoco.set_mju_user_warning(lambda message: None)
-    try:
-        yield
-    finally:
-        mujoco.set_mju_user_warning(None)

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from frl.envs.mujoco.engine import engine
+
 _SMALLEST = 1e-15  # MuJoCo takes a shorter quaternion for the identity
 
 
@@ -21,8 +23,7 @@ class Tangent:
     """
 
     def __init__(self, model: Any) -> None:
-        import mujoco
-
+        mujoco = engine()
         free, ball = int(mujoco.mjtJoint.mjJNT_FREE), int(mujoco.mjtJoint.mjJNT_BALL)
         plain: list[tuple[int, int]] = []
         quaternions: list[tuple[int, int]] = []

@@ -25,8 +25,9 @@ from torch import Tensor
 from frl import rng
 from frl.envs.check import require_number
 from frl.envs.env import Env
+from frl.envs.mujoco.engine import require_mujoco
 from frl.envs.mujoco.env import MujocoState, mujoco_env
-from frl.envs.mujoco.model import gymnasium_model, require_mujoco
+from frl.envs.mujoco.model import gymnasium_model
 from frl.numerics import safe_norm
 from frl.types import Outcome, PyTree
 
