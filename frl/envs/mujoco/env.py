@@ -21,6 +21,8 @@ from frl.envs.mujoco.scene import scene_of
 from frl.envs.mujoco.simulator import Read, Simulator
 from frl.types import Outcome, PyTree
 
+GRADIENT_SCALE = 1e-6  # contacts begin and end at every distance; this is ten times what the simulator's own differences look at
+
 
 class MujocoState(NamedTuple):
     """State of one row. Sizes are the model's."""
@@ -145,7 +147,14 @@ def mujoco_env(
     limited = compiled.actuator_ctrllimited.astype(bool)
     low, high = (np.where(limited, compiled.actuator_ctrlrange[:, i], bound).astype(box_dtype) for i, bound in ((0, -np.inf), (1, np.inf)))
     return Env(
-        spec=EnvSpec(name=name, max_episode_steps=max_episode_steps, dt=simulator.dt, differentiable=differentiable, gradient_tolerance=gradient_tolerance),
+        spec=EnvSpec(
+            name=name,
+            max_episode_steps=max_episode_steps,
+            dt=simulator.dt,
+            differentiable=differentiable,
+            gradient_scale=GRADIENT_SCALE,
+            gradient_tolerance=gradient_tolerance,
+        ),
         observation_space=spaces.Box(-np.inf, np.inf, tuple(seen.shape), dtype=box_dtype),
         action_space=spaces.Box(low, high, dtype=box_dtype),
         default_params=default_params,

@@ -41,8 +41,7 @@ def _(state: Tensor, ctrl: Tensor, handle: int, frames: int) -> tuple[Tensor, Te
 
 @torch.library.custom_op("frl::mujoco_pull_back", mutates_args=())
 def _pull_back(state: Tensor, ctrl: Tensor, after: Tensor, seen: Tensor, handle: int, frames: int) -> tuple[Tensor, Tensor]:
-    arrays = [_array(x) for x in (state, ctrl, after, seen)]
-    state_grad, ctrl_grad = SIMULATORS[handle].pull_back(*arrays, frames)
+    state_grad, ctrl_grad = SIMULATORS[handle].pull_back(_array(state), _array(ctrl), _array(after), _array(seen), frames)
     return _like(state_grad, state), _like(ctrl_grad, ctrl)
 
 

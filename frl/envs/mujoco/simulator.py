@@ -132,7 +132,7 @@ class Simulator:
             return self._run(self.model, state, ctrl, self.frame_skip if frames is None else frames)
 
     def _run(self, model: Any, state: np.ndarray, ctrl: np.ndarray, frames: int) -> tuple[np.ndarray, np.ndarray]:
-        good: np.ndarray = (np.abs(state) <= LARGEST).all(1) & (np.abs(ctrl) <= LARGEST).all(1)
+        good = np.asarray((np.abs(state) <= LARGEST).all(1) & (np.abs(ctrl) <= LARGEST).all(1))
         # A row that is lost already must not reach the engine: collision routines index by what they are given.
         start = np.where(good[:, None], self.tangent.normalize(state), self.start) if self.tangent.quaternions or not good.all() else state
         ctrl = ctrl if good.all() else np.where(good[:, None], ctrl, 0.0)
