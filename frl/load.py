@@ -77,7 +77,7 @@ def load_run(
         _check_fit(parts.policy, own, played, name)
     space = own.single_action_space
     # A host environment clips what it is given.
-    clamped = isinstance(space, spaces.Box) and (config.trainer.clip_actions_to_space or not isinstance(own, VecEnv))
+    clamped = config.trainer.clip_actions_to_space or not isinstance(own, VecEnv)
     return LoadedRun(
         path=directory,
         checkpoint=file,
@@ -89,7 +89,7 @@ def load_run(
         norm_state=restored["norm_state"],
         observation_space=own.single_observation_space,
         action_space=space,
-        clamp_to=space if clamped else None,
+        clamp_to=space if clamped and isinstance(space, spaces.Box) else None,
         device=own.device,
         global_step=int(saved.loop["global_step"]),
         num_updates=int(saved.loop["num_updates"]),

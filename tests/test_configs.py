@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,8 @@ def small(path: Path, output_dir: Path) -> list[str]:
     else:
         values |= {"trainer.buffer_size": 4, "algorithm.cfg.n_epochs": 1, "algorithm.cfg.batch_size": 2 * rows}
         steps = 4 * rows
+        if config.algorithm.name == "ppo":
+            values["algorithm.cfg.num_mini_batches"] = 2
     if config.trainer.enable_eval and config.trainer.eval_freq:
         values["trainer.eval_freq"] = steps
     if config.trainer.save_frequency_updates:
@@ -66,11 +69,11 @@ def test_a_run_file_says_what_it_is_for(path: Path):
         assert path.read_text(encoding="utf-8").startswith("# ")
     config = load_run_config(path)
     name, algorithm = config.trainer.learning_env.name, config.algorithm.name
-    if path.parent.name == "gymnasium":
-        # The file is the environment and the algorithm.
-        environment = name.removeprefix("gymnasium:").split("-")[0].lower()
-        assert name.startswith("gymnasium:")
-        assert path.stem.startswith(f"{environment}_{algorithm}")
+    if path.parent.name in ("gymnasium", "mujoco"):
+        # The file is the task and the algorithm: hopper_ppo of mujoco:Hopper-v5.
+        task = name.removeprefix(f"{path.parent.name}:").split("-")[0]
+        assert name.startswith(f"{path.parent.name}:")
+        assert path.stem.startswith(f"{re.sub(r'(?<!^)(?=[A-Z])', '_', task).lower()}_{algorithm}")
     else:
         # The folder is the task, the file is the algorithm.
         assert name == path.parent.name
@@ -85,8 +88,15 @@ def test_a_run_file_asks_for_evaluations_that_take_place(path: Path):
     assert trainer.seed >= 0
 
 
+def needs_what_it_needs(path: Path) -> None:
+    """Skip what needs an extra that is not installed."""
+    if path.parent.name == "mujoco":
+        pytest.importorskip("mujoco")
+
+
 @every_file
 def test_a_run_file_is_built_at_its_own_size(path: Path):
+    needs_what_it_needs(path)
     parts = build_run(load_run_config(path, ["trainer.compile_mode=eager", "trainer.device=cpu"]))
     assert parts.env.num_envs == parts.config.trainer.num_envs
     assert (parts.loop_config.total_updates is None) != (parts.loop_config.total_timesteps is None)
@@ -94,6 +104,7 @@ def test_a_run_file_is_built_at_its_own_size(path: Path):
 
 @every_file
 def test_a_run_file_makes_one_update(path: Path, tmp_path: Path):
+    needs_what_it_needs(path)
     config = load_run_config(path)
     summary = train_from_config(path, overrides=small(path, tmp_path))
     assert (summary["num_updates"], summary["skipped_updates"]) == (1, 0)

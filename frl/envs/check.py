@@ -70,7 +70,7 @@ class Measurement(NamedTuple):
     noise: Tensor  # [N] rounding error of a row's differences
 
 
-def check_env(env: Env, *, num_envs: int = 64, num_steps: int = 8, seed: int = 0, epsilon: float = 1e-4, tolerance: float = 1e-6) -> CheckReport:
+def check_env(env: Env, *, num_envs: int = 64, num_steps: int = 8, seed: int = 0, epsilon: float | None = None, tolerance: float | None = None) -> CheckReport:
     """Compare the gradient of a short rollout's return with central differences, in float64.
 
     The return is the plain sum of ``num_steps`` rewards, through any termination; its gradient is taken with respect to every action. Differences use the
@@ -86,8 +86,8 @@ def check_env(env: Env, *, num_envs: int = 64, num_steps: int = 8, seed: int = 0
         num_envs: rows ``N``.
         num_steps: steps ``T``.
         seed: of the start states and actions. Actions are uniform in the inner 80 % of their bounds, normal where unbounded.
-        epsilon: perturbation, in half-widths of the action's bounds (in the action's own unit where unbounded).
-        tolerance: largest relative error that passes.
+        epsilon: perturbation, in half-widths of the action's bounds (in the action's own unit where unbounded); ``spec.gradient_scale`` when ``None``.
+        tolerance: largest relative error that passes; ``spec.gradient_tolerance`` when ``None``.
 
     Returns:
         A report. It fails for a wrong, non-finite or everywhere-zero gradient, for more than 5 % of rows at a kink, for a break of the environment contract
@@ -98,8 +98,8 @@ def check_env(env: Env, *, num_envs: int = 64, num_steps: int = 8, seed: int = 0
     """
     require_count("num_envs", num_envs)
     require_count("num_steps", num_steps)
-    require_number("epsilon", epsilon, above=0.0)
-    require_number("tolerance", tolerance, above=0.0)
+    epsilon = require_number("epsilon", env.spec.gradient_scale if epsilon is None else epsilon, above=0.0)
+    tolerance = require_number("tolerance", env.spec.gradient_tolerance if tolerance is None else tolerance, above=0.0)
     space = env.action_space
     if not isinstance(space, spaces.Box) or len(space.shape) != 1:
         raise ValueError(f"check_env needs an action space Box of one dimension, got {space}")

@@ -27,6 +27,9 @@ class EnvSpec:
         dt: duration of one step [s].
         differentiable: ``step`` has useful gradients with respect to state and action.
         normalize_mask: which observation features a normalizer may touch (all when ``None``), a tuple of O bools.
+        gradient_scale: change of an action, in half-widths of its bounds, within which returns are smooth, but for a few; :func:`frl.check_env` takes its
+            differences over it.
+        gradient_tolerance: relative accuracy in float64 of the gradients, which :func:`frl.check_env` holds them to.
     """
 
     name: str
@@ -34,6 +37,8 @@ class EnvSpec:
     dt: float
     differentiable: bool
     normalize_mask: tuple[bool, ...] | None = None
+    gradient_scale: float = 1e-4
+    gradient_tolerance: float = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,8 @@
 """Names of environments: register, list, build.
 
-Built-in environments are imported when they are asked for, and ``gymnasium:ID`` stands for any registered gymnasium environment. Other packages add theirs
-with ``register_learning_env``, through the entry-point group ``frl.envs``, or by being listed under ``trainer.imports`` in a run file.
+Built-in environments are imported when they are asked for, ``gymnasium:ID`` stands for any registered gymnasium environment on the host, and ``mujoco:ID``
+for gymnasium's MuJoCo tasks as functions (with the extra ``mujoco``). Other packages add theirs with ``register_learning_env``, through the entry-point group
+``frl.envs``, or by being listed under ``trainer.imports`` in a run file.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from frl.registry import Registry
 _REGISTRY = Registry("environment", group="frl.envs")
 _ALIASES = {"pointmassrl": "point_mass"}
 GYMNASIUM = "gymnasium:"
+_MUJOCO = "mujoco:"
 
 
 def register_learning_env(name: str, factory: Callable[..., Any] | None = None, *, override: bool = False) -> Any:
@@ -44,12 +46,21 @@ def get_registered_learning_env_names() -> list[str]:
 
 
 def get_learning_env_factory(name: str) -> Callable[..., Any]:
-    """The factory under ``name`` (of :func:`~frl.envs.gymnasium_env.gymnasium_env` for ``gymnasium:ID``); ``ValueError`` that lists the names otherwise."""
+    """The factory under ``name``: of :func:`~frl.envs.gymnasium_env.gymnasium_env` for ``gymnasium:ID``, of :mod:`frl.envs.mujoco.tasks` for ``mujoco:ID``.
+
+    Raises:
+        ValueError: an unknown name; the message lists the known ones.
+        ModuleNotFoundError: for ``mujoco:ID`` without the extra.
+    """
     if isinstance(name, str) and name.lower().startswith(GYMNASIUM):
         from frl.envs.gymnasium_env import gymnasium_env, gymnasium_spec
 
         gymnasium_spec(name[len(GYMNASIUM) :])
         return functools.partial(gymnasium_env, name[len(GYMNASIUM) :])
+    if isinstance(name, str) and name.lower().startswith(_MUJOCO):
+        from frl.envs.mujoco.tasks import get_task
+
+        return get_task(name[len(_MUJOCO) :])
     if isinstance(name, str) and name.lower() in _ALIASES and name.lower() not in _REGISTRY.names():
         name = _ALIASES[name.lower()]
     return _REGISTRY.get(name)
@@ -59,7 +70,7 @@ def build_learning_env(name: str, *, num_envs: int = 1, device: torch.device | s
     """Build ``num_envs`` rows of a registered environment.
 
     Args:
-        name: registered name, case-insensitive, or ``gymnasium:ID``.
+        name: registered name, case-insensitive, or ``gymnasium:ID`` or ``mujoco:ID``.
         num_envs: N.
         device: where states live.
         dtype: of a functional environment's floating parameters, which what it computes follows, and of what a host environment returns; as the environment
