@@ -23,7 +23,7 @@ _ROOMS: dict[str, tuple[str, ...]] = {
         "TrainState",
         "Trajectory",
     ),
-    "frl.actor_critic": ("actor_critic", "join_parameter_groups", "optimization_parameter_groups"),
+    "frl.critic_policies": ("actor_critic", "join_parameter_groups", "optimization_parameter_groups"),
     "frl.advantages": ("compute_gae", "compute_gae_rollout", "explained_variance", "group_advantages", "normalize_advantage"),
     "frl.algorithms.apg": ("ApgConfig", "apg_gradient", "make_apg"),
     "frl.algorithms.grpo": ("GrpoConfig", "make_grpo"),

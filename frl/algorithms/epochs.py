@@ -15,7 +15,7 @@ from torch import Tensor
 
 from frl import compile as compiler
 from frl import rng, tree
-from frl.actor_critic import join_parameter_groups
+from frl.critic_policies import join_parameter_groups
 from frl.algorithms.minibatch import minibatch_indices
 from frl.losses import adaptive_learning_rate
 from frl.optim import apply_updates, global_norm
