@@ -95,9 +95,9 @@ def _build(config: RunConfig, source: str, schedule_updates: int | None, opened:
         raise ConfigError(source, [f"trainer.device: got {cfg.device!r}, but torch sees no CUDA device"])
     if not isinstance(config.algorithm.cfg, Mapping):  # a registered algorithm reads its own settings
         blocks = config.algorithm.cfg.model_dump()
-        for key, coerce in (("optimizer", coerce_optimizer_cfg), ("lr_scheduler", coerce_lr_scheduler_cfg)):
+        for key, coerce in (("optimizer", coerce_optimizer_cfg), ("critic_optimizer", coerce_optimizer_cfg), ("lr_scheduler", coerce_lr_scheduler_cfg)):
             with _refused(source, f"algorithm.cfg.{key}"):
-                coerce(blocks[key])
+                coerce(blocks.get(key))
     seed = secrets.randbelow(2**31) if cfg.seed == -1 else cfg.seed
     eval_seed = seed + 10_000 if cfg.eval_seed is None else cfg.eval_seed
     dtype = DTYPES[cfg.dtype]
@@ -188,7 +188,7 @@ def _build_env(config: RunConfig, source: str, rows: int, opened: ExitStack) -> 
 
 def _steps_per_update(config: RunConfig) -> int:
     cfg = config.trainer
-    if config.algorithm.name == "apg":
+    if config.algorithm.name in ("apg", "shac"):
         return (cfg.update_horizon or cfg.segment_length) * cfg.num_envs * cfg.gradient_accumulation_steps
     return cfg.buffer_size * cfg.num_envs
 

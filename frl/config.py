@@ -46,7 +46,7 @@ class RunConfig:
     Attributes:
         trainer: what to run and for how long.
         policy: a built-in policy's settings, or those of a registered one.
-        algorithm: ``name`` and ``cfg``, a section for ``apg``, ``ppo`` and ``grpo`` and a plain mapping for any other name.
+        algorithm: ``name`` and ``cfg``, a section for ``apg``, ``shac``, ``ppo`` and ``grpo`` and a plain mapping for any other name.
     """
 
     trainer: schema.TrainerCfg
@@ -330,7 +330,7 @@ def _validate(model: Any, data: Any, path: str, table: Mapping, problems: list[s
 def _trainer(data: dict[str, Any], algorithm: str, table: Mapping, problems: list[str]) -> schema.TrainerCfg | None:
     for key in schema.inapplicable(algorithm):
         if key in data:
-            steps = "update_horizon" if algorithm == "apg" else "buffer_size"
+            steps = "update_horizon" if algorithm in ("apg", "shac") else "buffer_size"
             problems.append(f"trainer.{key}: has no effect with algorithm {algorithm}, whose rollouts are {steps} steps long; remove it")
     if "rollout_steps" in data:
         if "buffer_size" in data:
@@ -351,6 +351,8 @@ def _algorithm(data: dict[str, Any], name: str, table: Mapping, problems: list[s
         return None
     if name in schema.ALGORITHM_CFGS:
         cfg = _validate(schema.ALGORITHM_CFGS[name], cfg, "algorithm.cfg", table, problems)
+        if isinstance(cfg, schema.SHACCfg) and cfg.critic_optimizer is None:
+            cfg = cfg.model_copy(update={"critic_optimizer": cfg.optimizer})
     return None if block is None or cfg is None else block.model_copy(update={"cfg": cfg})
 
 
@@ -478,11 +480,12 @@ def _conflicts(trainer: schema.TrainerCfg, policy: schema.PolicyCfg | schema.Cus
     cfg = algorithm.cfg
     if trainer.distributed:
         yield "trainer.distributed: got true, expected false: frl trains in one process; more rows (trainer.num_envs) take the place of more processes"
-    for section in ("optimizer", "lr_scheduler"):
-        kwargs = getattr(cfg, section).kwargs if isinstance(cfg, schema.AlgorithmCfg) else {}
+    for section in ("optimizer", "critic_optimizer", "lr_scheduler"):
+        kwargs = getattr(getattr(cfg, section, None), "kwargs", {})
         for key, value in kwargs.items():
             if key in ("lr", "learning_rate"):
-                yield f"algorithm.cfg.{section}.kwargs.{key}: set algorithm.cfg.optimizer.learning_rate instead"
+                owner = section if section.endswith("optimizer") else "optimizer"
+                yield f"algorithm.cfg.{section}.kwargs.{key}: set algorithm.cfg.{owner}.learning_rate instead"
             elif isinstance(value, float) and math.isinf(value):
                 yield f"algorithm.cfg.{section}.kwargs.{key}: got {schema.describe(value)}, expected a finite value"
     if isinstance(cfg, schema.AlgorithmCfg) and cfg.lr_scheduler.kwargs and cfg.lr_scheduler.name is None:
@@ -493,6 +496,8 @@ def _conflicts(trainer: schema.TrainerCfg, policy: schema.PolicyCfg | schema.Cus
         yield from _policy_conflicts(policy, algorithm.name)
     if isinstance(cfg, schema.PPOCfg):
         yield from _ppo_conflicts(trainer, cfg)
+    if isinstance(cfg, schema.SHACCfg):
+        yield from _shac_conflicts(trainer, cfg)
     if isinstance(cfg, schema.GRPOCfg):
         if trainer.num_envs % cfg.group_size:
             yield f"trainer.num_envs: got {trainer.num_envs}, expected a multiple of algorithm.cfg.group_size, which is {cfg.group_size}"
@@ -517,8 +522,8 @@ def _policy_conflicts(policy: schema.PolicyCfg, algorithm: str) -> Iterator[str]
         yield 'policy.critic: missing, expected a network {type: mlp, network_cfg: {...}} for policy "actor_critic"'
     if policy.name == "actor_only" and policy.critic is not None:
         yield 'policy.critic: policy "actor_only" has no critic; set policy.name: actor_critic or remove it'
-    if policy.name == "actor_only" and algorithm == "ppo":
-        yield 'policy.name: got "actor_only", expected a policy with a critic, such as actor_critic, for algorithm "ppo"'
+    if policy.name == "actor_only" and algorithm in ("ppo", "shac"):
+        yield f'policy.name: got "actor_only", expected a policy with a critic, such as actor_critic, for algorithm "{algorithm}"'
     if policy.name == "actor_only" and policy.obs_groups is not None and policy.obs_groups.critic is not None:
         yield 'policy.obs_groups.critic: policy "actor_only" has no critic; remove it'
     if policy.initial_action_std is not None and policy.initial_log_std is not None:
@@ -561,3 +566,18 @@ def _ppo_conflicts(trainer: schema.TrainerCfg, cfg: schema.PPOCfg) -> Iterator[s
     transitions = trainer.num_envs * trainer.buffer_size
     if cfg.num_mini_batches is not None and cfg.num_mini_batches > transitions:
         yield f"algorithm.cfg.num_mini_batches: got {cfg.num_mini_batches}, expected at most num_envs * buffer_size = {transitions}"
+
+
+def _shac_conflicts(trainer: schema.TrainerCfg, cfg: schema.SHACCfg) -> Iterator[str]:
+    transitions = trainer.num_envs * (trainer.update_horizon or trainer.segment_length)
+    if cfg.num_mini_batches is not None and cfg.num_mini_batches > transitions:
+        yield f"algorithm.cfg.num_mini_batches: got {cfg.num_mini_batches}, expected at most num_envs * update_horizon = {transitions}"
+    if cfg.learn_temperature:
+        if cfg.ent_coef == 0:
+            yield "algorithm.cfg.ent_coef: got 0, expected a number > 0 with learn_temperature: true, which starts there"
+        if cfg.normalize_entropy and cfg.target_entropy == 0:
+            yield "algorithm.cfg.target_entropy: got 0, expected another number or null with normalize_entropy: true, which divides by it"
+        return
+    for key, off in (("target_entropy", None), ("normalize_entropy", False)):
+        if getattr(cfg, key) != off:
+            yield f"algorithm.cfg.{key}: has no effect without learn_temperature: true; remove it"

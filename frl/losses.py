@@ -67,6 +67,48 @@ def _apg_weights(
     return counted, weight if scale is None else weight * scale.detach().to(dtype)
 
 
+def shac_loss(
+    trajectory: Trajectory,
+    final_value: Tensor,
+    gamma: float | Tensor,
+    ent_coef: float | Tensor = 0.0,
+    *,
+    segment_length: int | None = None,
+    objective_scale: Tensor | None = None,
+) -> ApgTerms:
+    """:func:`apg_loss` of short windows that end in a value, averaged over rows and windows.
+
+    ``objective = mean_n 1/K sum_t D_{n,t} (r_{n,t} + gamma b_{n,t} V_{n,t})``: ``b`` is 1 where a window or, by its time limit, an episode ends without having
+    terminated, and ``D`` starts anew at 1 after every done and in every window. Where ``b`` is 0 the value may be anything, NaN included. With values of 0 and
+    one window it is the loss of APG.
+
+    Args:
+        trajectory: ``reward``, flags and, when recorded, ``entropy``, ``[T, N]``.
+        final_value: ``[T, N]`` value of the observation after each step and before any reset; the gradient flows through it.
+        gamma: discount in [0, 1].
+        ent_coef: entropy coefficient.
+        segment_length: steps of one window, a divisor of T; all T when ``None``.
+        objective_scale: ``[]`` or ``[N]``, not differentiated; 1 when ``None``.
+
+    Source: Xu et al. 2022, "Accelerated policy learning with parallel differentiable simulation", section 4; there also divided by the steps of a window.
+    """
+    reward = trajectory.reward
+    steps = reward.shape[0]
+    length = segment_length or steps
+    truncated, ends = outside(_window_ends, trajectory.terminated, trajectory.truncated, length)
+    reward = reward + gamma * torch.where(ends, final_value, 0.0)
+    scale = torch.full((), length / steps, dtype=reward.dtype, device=reward.device)
+    scale = scale if objective_scale is None else scale * objective_scale
+    return apg_loss(trajectory._replace(reward=reward, truncated=truncated), gamma, ent_coef, objective_scale=scale)
+
+
+def _window_ends(terminated: Tensor, truncated: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Steps after which a row starts anew without having terminated, the ends of windows included, and those of them that count a value, ``[T, N]``."""
+    last = torch.arange(1, truncated.shape[0] + 1, device=truncated.device) % length == 0
+    cut = truncated | last[:, None]
+    return cut, cut & ~terminated
+
+
 class PpoTerms(NamedTuple):
     """The parts of the PPO loss, all 0-d."""
 

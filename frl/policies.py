@@ -62,7 +62,7 @@ class Policy:
         actor_obs_normalization: the algorithm is to normalise ``obs`` by its running statistics before ``apply``. Normalizers are state of their own.
         critic_obs_normalization: likewise for ``critic_obs``, before ``value``.
         optimization_parameter_groups: ``(params or gradients) -> {group: part}``, the parts whose gradients are clipped separately; their entries together are
-            those of ``params`` (see :func:`frl.actor_critic.join_parameter_groups`). ``None`` for one group of all.
+            those of ``params`` (see :func:`frl.critic_policies.join_parameter_groups`). ``None`` for one group of all.
     """
 
     name: str

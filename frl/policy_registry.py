@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 POLICIES = Registry("policy", group="frl.policies")
 """Policy factories by case-insensitive name."""
-_BUILTIN_MODULES = ("frl.policies", "frl.actor_critic")
+_BUILTIN_MODULES = ("frl.policies", "frl.critic_policies")
 
 
 def _load_builtins() -> None:

@@ -121,6 +121,39 @@ def discounted_returns_to_go(reward: Tensor, done: Tensor, gamma: float | Tensor
     return discounted_suffix_sums(reward, unit_number("gamma", gamma, reward.dtype, reward.device), ~done)
 
 
+def td_lambda_returns(reward: Tensor, next_value: Tensor, terminated: Tensor, truncated: Tensor, *, gamma: float | Tensor, td_lambda: float | Tensor) -> Tensor:
+    """What a critic learns from a segment: ``G_t = r_t + gamma ((1 - lambda) V'_t + lambda G_{t+1})``, the lambda-weighted mean of all n-step returns.
+
+    ``V'_t`` is what the state after step ``t`` is worth: ``next_value_t``, and 0 where the episode terminated, whatever stands there. Where the episode or
+    the segment ends, ``G_t = r_t + gamma V'_t``. Termination wins when both flags are set. With ``lambda`` 0 this is the one-step target, with 1 the
+    discounted return that ends in a value.
+
+    Args:
+        reward: floating ``[T, ...]``.
+        next_value: floating, same shape: value of the observation after each step and before any reset.
+        terminated: bool, same shape.
+        truncated: bool, same shape.
+        gamma: discount in [0, 1]; a tensor (0-d, or one that broadcasts with a step) is not validated. The same holds for the next.
+        td_lambda: in [0, 1].
+
+    Returns:
+        ``[T, ...]``, in the dtype of ``reward``. Gradients flow through all inputs; detach those through which they should not.
+
+    Raises:
+        ValueError: as :func:`complete_discounted_return`.
+
+    Source: Sutton and Barto 2018, "Reinforcement learning", equation 12.18, cut at the end of the segment.
+    """
+    _check_reward(reward, terminated)
+    _check_reward(next_value, truncated)
+    _check_reward(next_value, terminated)
+    gamma, td_lambda = unit_number("gamma", gamma, reward.dtype, reward.device), unit_number("td_lambda", td_lambda, reward.dtype, reward.device)
+    linked = ~(terminated | truncated)
+    linked = torch.cat([linked[:-1], torch.zeros_like(linked[-1:])])
+    after = torch.where(terminated, 0, next_value.to(reward.dtype))
+    return discounted_suffix_sums(reward + gamma * after * torch.where(linked, 1 - td_lambda, 1), gamma * td_lambda, linked)
+
+
 def discounted_suffix_sums(x: Tensor, factor: Tensor, linked: Tensor) -> Tensor:
     """``S_t = x_t + factor S_{t+1}`` where ``linked_t``, ``S_t = x_t`` elsewhere, ``S_T = 0``; exact for any factor in [0, 1], 0 and 1 included.
 

@@ -28,6 +28,7 @@ REFUSED = {
     **{f"trainer.{key}": _SIMULATOR for key in ("gym_config", "headless", "renderer", "gpu_id", "events")},
     "algorithm.cfg.device": "is not set here; set trainer.device",
     "algorithm.cfg.optimizer.lr": "is spelled learning_rate",
+    "algorithm.cfg.critic_optimizer.lr": "is spelled learning_rate",
     "population": "is not supported yet by this version",
 }
 
@@ -463,7 +464,27 @@ class GRPOCfg(AlgorithmCfg):
     truncate_at_first_done: Switch = True
 
 
-ALGORITHM_CFGS: dict[str, type[AlgorithmCfg]] = {"apg": APGCfg, "ppo": PPOCfg, "grpo": GRPOCfg}
+class SHACCfg(AlgorithmCfg):
+    """Short-horizon actor-critic. ``critic_optimizer``: null takes that of the actor. ``num_mini_batches`` takes precedence over ``batch_size``."""
+
+    critic_optimizer: OptimizerCfg | None = None
+    max_grad_norm: Annotated[float | None, _norm_limit(None)] = 1.0
+    max_grad_norm_before_clip: Annotated[float, _norm_limit(0.0)] = 0.0
+    critic_max_grad_norm: Annotated[float | None, _norm_limit(None)] = None
+    td_lambda: Fraction = 0.95
+    target_tau: Fraction = 0.8
+    n_epochs: Positive = 16
+    num_mini_batches: Annotated[int | None, _integer(1, none=True)] = 4
+    normalize_values: Switch = True
+    ent_coef: Coefficient = 0.0
+    learn_temperature: Switch = False
+    temperature_learning_rate: Coefficient = 5e-3
+    target_entropy: Annotated[float | None, _number(none=True)] = None
+    normalize_entropy: Switch = False
+    skip_nonfinite_updates: Switch = True
+
+
+ALGORITHM_CFGS: dict[str, type[AlgorithmCfg]] = {"apg": APGCfg, "ppo": PPOCfg, "grpo": GRPOCfg, "shac": SHACCfg}
 
 
 class AlgorithmBlock(Section):
@@ -478,7 +499,8 @@ class AlgorithmBlock(Section):
 
 def inapplicable(algorithm: str) -> tuple[str, ...]:
     """Trainer keys that change nothing for a built-in algorithm."""
-    return {"apg": _STANDARD_ONLY, "ppo": _DIFFERENTIABLE_ONLY, "grpo": _DIFFERENTIABLE_ONLY}.get(algorithm, ())
+    shac = (*_STANDARD_ONLY, "rollout_mode", "gradient_accumulation_steps")
+    return {"apg": _STANDARD_ONLY, "shac": shac, "ppo": _DIFFERENTIABLE_ONLY, "grpo": _DIFFERENTIABLE_ONLY}.get(algorithm, ())
 
 
 def sections(algorithm: str, policy: str) -> dict[str, tuple[str, ...] | None]:

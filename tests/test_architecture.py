@@ -26,7 +26,7 @@ LAYERS = (
     ("tree", "packing"),
     ("numerics", "philox", "rng", "native", "compile", "scan"),
     ("networks", "distributions", "observations"),
-    ("envs", "policies", "policy_registry", "heads", "actor_critic", "normalizers"),
+    ("envs", "policies", "policy_registry", "heads", "critic_policies", "normalizers"),
     ("losses", "returns", "advantages", "gradients", "rollout", "optim"),
     ("algorithms", "population"),
     ("train", "evaluate", "checkpoint", "logs", "plots", "episode", "render", "export"),
@@ -326,6 +326,11 @@ def test_exported_names_resolve():
         home = getattr(value, "__module__", "frl")
         if callable(value) and isinstance(home, str):
             assert home.startswith("frl"), name
+    # A module of the same name would take the place of the exported one as soon as anything imports it.
+    rooms = {path.stem if path.name != "__init__.py" else path.parent.name for path in PACKAGE.glob("*.py")} | {
+        path.parent.name for path in PACKAGE.glob("*/__init__.py")
+    }
+    assert set(frl._HOME) & rooms == set()
     for name in ("compile", "envs", "numerics", "optim", "returns", "rng", "scan", "train", "tree"):
         assert getattr(frl, name) is importlib.import_module(f"frl.{name}")
     with pytest.raises(AttributeError, match="no_such_name"):

@@ -62,7 +62,7 @@ algorithm:
 
 def minimal(algorithm: str = "apg") -> dict[str, Any]:
     policy: dict[str, Any] = {"name": "actor_only", "actor": copy.deepcopy(MLP)}
-    if algorithm == "ppo":
+    if algorithm in ("ppo", "shac"):
         policy = {"name": "actor_critic", "actor": copy.deepcopy(MLP), "critic": copy.deepcopy(MLP)}
     return {"trainer": {"learning_env": "PointMassRL"}, "policy": policy, "algorithm": {"name": algorithm}}
 
@@ -129,6 +129,10 @@ def test_defaults() -> None:
     ppo = parse_run_config(minimal("ppo")).algorithm.cfg
     assert (ppo.n_epochs, ppo.batch_size, ppo.clip_coef, ppo.vf_coef, ppo.gae_lambda, ppo.schedule) == (10, 64, 0.2, 0.5, 0.95, "fixed")
     assert parse_run_config(minimal("ppo")).trainer.buffer_size == 256
+    shac = parse_run_config(minimal("shac"))
+    cfg = shac.algorithm.cfg
+    assert (cfg.n_epochs, cfg.num_mini_batches, cfg.td_lambda, cfg.target_tau, cfg.max_grad_norm) == (16, 4, 0.95, 0.8, 1.0)
+    assert (shac.trainer.segment_length, shac.trainer.update_horizon) == (16, 16)
     grpo = parse_run_config(minimal("grpo")).algorithm.cfg
     assert (grpo.group_size, grpo.kl_coef, grpo.eps, grpo.ent_coef) == (4, 0.02, 1e-8, 0.0)
 
@@ -218,6 +222,18 @@ _cfgs = {
     "apg": st.fixed_dictionaries({}, optional={**_shared_cfg, "max_grad_norm_before_clip": _limits, "skip_nonfinite_updates": st.booleans()}),
     "ppo": st.fixed_dictionaries({}, optional={**_shared_cfg, "gae_lambda": st.sampled_from([0, 0.9]), "num_mini_batches": st.sampled_from([None, 4])}),
     "grpo": st.fixed_dictionaries({}, optional={**_shared_cfg, "group_size": st.sampled_from([2, 4]), "kl_coef": st.sampled_from([0, 0.1])}),
+    "shac": st.fixed_dictionaries(
+        {},
+        optional={
+            **_shared_cfg,
+            "critic_optimizer": st.sampled_from([None, {"name": "sgd", "learning_rate": 0.1}]),
+            "critic_max_grad_norm": _limits,
+            "max_grad_norm_before_clip": _limits,
+            "num_mini_batches": st.sampled_from([None, 1]),
+            "td_lambda": st.sampled_from([0, 0.9, 1]),
+            "normalize_values": st.booleans(),
+        },
+    ),
     "mine": st.dictionaries(_awkward_text, st.one_of(_awkward_text, _rates, st.lists(st.booleans()))),
 }
 _networks = st.fixed_dictionaries(
@@ -233,7 +249,7 @@ _deviations = st.sampled_from([{}, {"initial_log_std": -1}, {"initial_action_std
 @st.composite
 def run_files(draw: st.DrawFn) -> dict[str, Any]:
     name = draw(st.sampled_from(sorted(_cfgs)))
-    policy: dict[str, Any] = {"name": draw(st.sampled_from(["actor_critic", "theirs"] + ["actor_only"] * (name != "ppo")))}
+    policy: dict[str, Any] = {"name": draw(st.sampled_from(["actor_critic", "theirs"] + ["actor_only"] * (name not in ("ppo", "shac"))))}
     if policy["name"] == "theirs":
         policy.update(draw(st.dictionaries(st.sampled_from(["width", "kind", "actor"]), _awkward_text | st.none())))
     else:
@@ -404,6 +420,13 @@ def test_off_has_one_stored_spelling() -> None:
         ("ppo", "algorithm.cfg.minimum_learning_rate", [0, -1]),
         ("ppo", "algorithm.cfg.num_mini_batches", [0, True]),
         ("ppo", "algorithm.cfg.batch_size", [0]),
+        ("shac", "algorithm.cfg.td_lambda", [1.5, -1, True]),
+        ("shac", "algorithm.cfg.target_tau", [1.5, -1]),
+        ("shac", "algorithm.cfg.critic_max_grad_norm", [-1, 0, True]),
+        ("shac", "algorithm.cfg.critic_optimizer.learning_rate", [-1, None]),
+        ("shac", "algorithm.cfg.temperature_learning_rate", [-1, math.inf]),
+        ("shac", "algorithm.cfg.target_entropy", ["auto", math.inf, True]),
+        ("shac", "algorithm.cfg.learn_temperature", ["yes", 1]),
         ("grpo", "algorithm.cfg.eps", [-1]),
         ("grpo", "algorithm.cfg.kl_coef", [-0.1]),
         ("grpo", "algorithm.cfg.group_size", [1, 0, 2.5]),
@@ -648,6 +671,26 @@ def test_an_override_is_checked_against_the_chosen_algorithm() -> None:
         ("ppo", ["algorithm.cfg.desired_kl=.01"], "has no effect with schedule: fixed"),
         ("ppo", ["algorithm.cfg.maximum_learning_rate=1e-6"], "expected at least algorithm.cfg.minimum_learning_rate"),
         ("ppo", ["algorithm.cfg.num_mini_batches=1000", "trainer.num_envs=2"], "expected at most num_envs * buffer_size = 512"),
+        (
+            "shac",
+            ["policy={name: actor_only, actor: {network_cfg: {hidden_sizes: [8]}}}"],
+            'expected a policy with a critic, such as actor_critic, for algorithm "shac"',
+        ),
+        ("shac", ["trainer.rollout_mode=complete"], "trainer.rollout_mode: has no effect with algorithm shac, whose rollouts are update_horizon steps long"),
+        ("shac", ["trainer.gradient_accumulation_steps=2"], "trainer.gradient_accumulation_steps: has no effect"),
+        ("shac", ["trainer.buffer_size=2"], "trainer.buffer_size: has no effect"),
+        ("shac", ["trainer.update_horizon=20"], "trainer.update_horizon: got 20, expected a multiple of trainer.segment_length"),
+        ("shac", ["algorithm.cfg.num_mini_batches=1000", "trainer.num_envs=2"], "expected at most num_envs * update_horizon = 32"),
+        ("shac", ["algorithm.cfg.learn_temperature=true"], "algorithm.cfg.ent_coef: got 0, expected a number > 0"),
+        ("shac", ["algorithm.cfg.target_entropy=-1"], "algorithm.cfg.target_entropy: has no effect without learn_temperature"),
+        ("shac", ["algorithm.cfg.normalize_entropy=true"], "algorithm.cfg.normalize_entropy: has no effect without learn_temperature"),
+        (
+            "shac",
+            ["algorithm.cfg.ent_coef=1", "algorithm.cfg.learn_temperature=true", "algorithm.cfg.normalize_entropy=true", "algorithm.cfg.target_entropy=0"],
+            "algorithm.cfg.target_entropy: got 0, expected another number",
+        ),
+        ("shac", ["algorithm.cfg.critic_optimizer.kwargs.lr=1"], "set algorithm.cfg.critic_optimizer.learning_rate instead"),
+        ("shac", ["algorithm.cfg.critic_optimizer.lr=1"], "algorithm.cfg.critic_optimizer.lr: is spelled learning_rate"),
         ("grpo", ["trainer.num_envs=10"], "trainer.num_envs: got 10, expected a multiple of algorithm.cfg.group_size, which is 4"),
         ("grpo", ["algorithm.cfg.group_size=1"], "algorithm.cfg.group_size: got 1"),
         ("grpo", ["algorithm.cfg.reset_every_rollout=false"], "rows of a group must share one start state"),
@@ -655,6 +698,14 @@ def test_an_override_is_checked_against_the_chosen_algorithm() -> None:
 )
 def test_contradictions(algorithm: str, overrides: list[str], expected: str) -> None:
     assert expected in refusal(*overrides, algorithm=algorithm)
+
+
+def test_the_critic_has_the_optimizer_of_the_actor_by_default() -> None:
+    config = with_set("algorithm.cfg.optimizer={name: sgd, learning_rate: .1}", algorithm="shac")
+    assert config.algorithm.cfg.critic_optimizer == config.algorithm.cfg.optimizer
+    assert dump_run_config(config)["algorithm"]["cfg"]["critic_optimizer"]["learning_rate"] == 0.1
+    own = with_set("algorithm.cfg.critic_optimizer.learning_rate=.2", algorithm="shac").algorithm.cfg
+    assert (own.optimizer.learning_rate, own.critic_optimizer.learning_rate) == (3e-4, 0.2)
 
 
 def test_two_controllers_of_the_learning_rate_are_refused() -> None:

@@ -37,8 +37,9 @@ def small(path: Path, output_dir: Path) -> list[str]:
         "trainer.use_wandb": "false",
         "trainer.output_dir": json.dumps(str(output_dir)),
     }
-    if config.algorithm.name == "apg":
+    if config.algorithm.name in ("apg", "shac"):
         values |= {"trainer.segment_length": 4, "trainer.update_horizon": 4}
+        values |= {"algorithm.cfg.n_epochs": 1, "algorithm.cfg.num_mini_batches": 2} if config.algorithm.name == "shac" else {}
         steps = 4 * rows * config.trainer.gradient_accumulation_steps
     else:
         values |= {"trainer.buffer_size": 4, "algorithm.cfg.n_epochs": 1, "algorithm.cfg.batch_size": 2 * rows}

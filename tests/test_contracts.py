@@ -621,10 +621,20 @@ KNOWN: dict[str, dict[str, dict[str, Any]]] = {
     },
     "ppo": {"trainer": {"buffer_size": 4}, "cfg": {"n_epochs": 2, "num_mini_batches": 2}, "policy": {"name": "actor_critic", "critic": NETWORK}},
     "grpo": {"trainer": {"buffer_size": 4}, "cfg": {"n_epochs": 2, "batch_size": 4, "group_size": 2}},
+    "shac": {
+        "trainer": {"segment_length": 3, "update_horizon": 6},
+        "cfg": {"n_epochs": 2, "num_mini_batches": 2},
+        "policy": {"name": "actor_critic", "critic": NETWORK},
+    },
+    "shac-soft": {
+        "trainer": {"segment_length": 4, "action_adjoint_max_norm": 0.1},
+        "cfg": {"n_epochs": 1, "learn_temperature": True, "ent_coef": 0.1, "critic_optimizer": {"name": "sgd", "learning_rate": 0.01}},
+        "policy": {"name": "actor_critic", "critic": NETWORK, "distribution": "tanh_normal", "state_dependent_std": True},
+    },
 }
 ALGORITHMS = {case: blocks for case, blocks in KNOWN.items() if case.split("-")[0] in REGISTERED}
 every_algorithm = pytest.mark.parametrize("case", ALGORITHMS)
-every_differentiating_algorithm = pytest.mark.parametrize("case", [case for case in ALGORITHMS if case.startswith("apg")])
+every_differentiating_algorithm = pytest.mark.parametrize("case", [case for case in ALGORITHMS if case.startswith(("apg", "shac"))])
 _built: dict[tuple[str, str, torch.dtype], Algorithm] = {}
 
 
@@ -745,7 +755,8 @@ def test_algorithm_makes_no_graph_after_the_second_update(case: str):
 def test_algorithm_obeys_its_hyper_parameters(case: str, mode: str):
     algo = algorithm(case, mode)
     state, rollout = algo.collect(algo.init(rng.key(0)))
-    zero = {**state.hyper, "optimizer.learning_rate": torch.zeros_like(state.hyper["optimizer.learning_rate"])}
+    rates = [name for name in state.hyper if name.endswith("optimizer.learning_rate")]
+    zero = {**state.hyper, **{name: torch.zeros_like(state.hyper[name]) for name in rates}}
     still = algo.update(state._replace(hyper=zero), rollout)
     assert same(still.params, state.params)
     assert float(still.metrics["learning_rate"]) == 0.0

@@ -16,10 +16,10 @@ from torch.distributions import Independent, Normal, kl_divergence
 
 from frl import compile as compiler
 from frl import rng, tree
-from frl.actor_critic import actor_critic
 from frl.algorithms.grpo import GrpoConfig, make_grpo
 from frl.algorithms.minibatch import minibatch_indices
 from frl.algorithms.registry import build_algo
+from frl.critic_policies import actor_critic
 from frl.envs.cartpole import cartpole
 from frl.envs.registry import build_learning_env
 from frl.envs.vector import make_vec_env

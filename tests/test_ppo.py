@@ -16,12 +16,12 @@ from torch.distributions import Independent, Normal, kl_divergence
 
 from frl import compile as compiler
 from frl import rng, tree
-from frl.actor_critic import actor_critic
 from frl.advantages import compute_gae
 from frl.algorithms.epochs import minibatch_step
 from frl.algorithms.minibatch import minibatch_indices, transition_view
 from frl.algorithms.ppo import PpoConfig, make_ppo
 from frl.algorithms.registry import build_algo
+from frl.critic_policies import actor_critic
 from frl.envs.cartpole import cartpole
 from frl.envs.env import Env, EnvSpec
 from frl.envs.probes import SOLUTIONS

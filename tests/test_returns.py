@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.func import grad, vmap
 
-from frl.returns import alive_mask, complete_discounted_return, discounts, final_discount, segmented_discounted_return
+from frl.returns import alive_mask, complete_discounted_return, discounts, final_discount, segmented_discounted_return, td_lambda_returns
 from tests.tolerances import tolerance
 
 REWARD = [[1.0, 1.0], [2.0, 2.0], [4.0, 4.0]]
@@ -220,3 +220,93 @@ def test_bad_tensors_are_refused() -> None:
     for fn in (alive_mask, lambda d: discounts(d, 0.5), lambda d: final_discount(d, 0.5)):
         with pytest.raises(ValueError, match="at least one step"):
             fn(done[:0])
+
+
+# -- TD(lambda) ------------------------------------------------------------------------------------------------------------------------------------------
+
+
+class Targets(NamedTuple):
+    reward: Tensor  # [T, N] float64
+    value: Tensor  # [T, N] after each step
+    terminated: Tensor  # [T, N]
+    truncated: Tensor  # [T, N]
+    gamma: float
+    td_lambda: float
+
+    def returns(self, **changes: object) -> Tensor:
+        given = {**self._asdict(), **changes}
+        value = given.pop("value")
+        return td_lambda_returns(given.pop("reward"), value, given.pop("terminated"), given.pop("truncated"), **given)
+
+
+@st.composite
+def targets(draw: st.DrawFn) -> Targets:
+    case = draw(cases())
+    size, shape = case.reward.numel(), case.reward.shape
+    value = torch.tensor(draw(st.lists(st.floats(-10, 10, allow_subnormal=False), min_size=size, max_size=size))).double().reshape(shape)
+    truncated = torch.tensor(draw(st.lists(st.sampled_from([False, False, True]), min_size=size, max_size=size))).reshape(shape)
+    return Targets(case.reward, value, case.done, truncated, case.gamma, draw(st.sampled_from([0.0, 0.3, 0.95, 1.0])))
+
+
+def n_step_mean(case: Targets) -> Tensor:
+    """The definition: ``(1 - lambda) sum_n lambda^(n-1) G^(n)`` with the rest of the weight on the longest, where ``G^(n)`` is the n-step return."""
+    steps, rows = case.reward.shape
+    out = torch.zeros_like(case.reward)
+    for row in range(rows):
+        for start in range(steps):
+            total, weight, discount = 0.0, 1.0, 1.0
+            for t in range(start, steps):
+                total = total + discount * case.reward[t, row]
+                discount *= case.gamma
+                tail = 0.0 if case.terminated[t, row] else discount * case.value[t, row]
+                last = bool(case.terminated[t, row] | case.truncated[t, row]) or t == steps - 1
+                out[start, row] += (weight if last else weight * (1 - case.td_lambda)) * (total + tail)
+                if last:
+                    break
+                weight *= case.td_lambda
+    return out
+
+
+@given(targets())
+def test_td_lambda_is_the_weighted_mean_of_n_step_returns(case: Targets) -> None:
+    torch.testing.assert_close(case.returns(), n_step_mean(case), rtol=tolerance(torch.float64, 1000), atol=tolerance(torch.float64, 1000))
+
+
+@given(targets())
+def test_td_lambda_at_zero_and_one(case: Targets) -> None:
+    limit = tolerance(torch.float64, 100)
+    after = torch.where(case.terminated, 0, case.value)
+    torch.testing.assert_close(case.returns(td_lambda=0.0), case.reward + case.gamma * after, rtol=limit, atol=limit)
+    # With lambda 1 the value counts where an episode or the segment ends, as one more reward.
+    ends = case.truncated.clone()
+    ends[-1] = True
+    extended = case.reward + case.gamma * torch.where(ends, after, 0)
+    done = case.terminated | case.truncated
+    start = complete_discounted_return(extended, done, case.gamma)
+    torch.testing.assert_close(case.returns(td_lambda=1.0)[0], start, rtol=limit, atol=10 * limit)
+
+
+@given(targets(), st.sampled_from([math.nan, math.inf]))
+def test_td_lambda_asks_for_no_value_after_a_termination(case: Targets, poison: float) -> None:
+    poisoned = case.returns(value=torch.where(case.terminated, poison, case.value))
+    assert torch.equal(poisoned, case.returns())
+    slope = grad(lambda reward: case.returns(reward=reward, value=torch.where(case.terminated, poison, case.value)).sum())(case.reward)
+    assert bool(torch.isfinite(slope).all())
+
+
+@given(targets())
+def test_the_returns_of_exact_values_are_these_values(case: Targets) -> None:
+    """Where every step's reward makes the values consistent, lambda does not matter."""
+    before = torch.cat([torch.zeros_like(case.value[:1]), case.value[:-1]])
+    reward = before - case.gamma * torch.where(case.terminated, 0, case.value)
+    torch.testing.assert_close(case.returns(reward=reward, truncated=torch.zeros_like(case.truncated)), before, rtol=1e-12, atol=1e-11)
+
+
+def test_td_lambda_refuses_what_does_not_fit() -> None:
+    reward, flag = torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.bool)
+    for bad in ((reward, reward[:1], flag, flag), (reward, reward, flag[:1], flag), (reward, reward, flag, reward), (reward, flag, flag, flag)):
+        with pytest.raises(ValueError, match="must"):
+            td_lambda_returns(*bad, gamma=0.9, td_lambda=0.9)
+    for name in ("gamma", "td_lambda"):
+        with pytest.raises(ValueError, match=name):
+            td_lambda_returns(reward, reward, flag, flag, **{"gamma": 0.9, "td_lambda": 0.9, name: 1.5})

@@ -523,6 +523,33 @@ def test_a_resumed_run_of_recorded_rollouts_is_the_uninterrupted_one(tmp_path: P
         assert rates(resumed)[2] < 0.9 * rates(resumed)[0]
 
 
+@pytest.mark.parametrize("mode", ["eager", "aot_eager"])
+def test_a_resumed_run_of_short_horizons_is_the_uninterrupted_one(tmp_path: Path, mode: str):
+    """Target critic, temperature, statistics of values and both optimizers go on where they were."""
+
+    def config(iterations: int, **cfg: Any) -> RunConfig:
+        schedule = {"name": "linear", "kwargs": {"total_iters": 5}}
+        soft = {"n_epochs": 2, "num_mini_batches": 2, "learn_temperature": True, "ent_coef": 0.1, "lr_scheduler": schedule, **cfg}
+        raw = mapping(tmp_path, iterations=iterations, algorithm=soft, compile_mode=mode, **MEMORY)
+        raw["algorithm"]["name"] = "shac"
+        raw["policy"] |= {"name": "actor_critic", "critic": raw["policy"]["actor"]}
+        return parse_run_config(raw)
+
+    whole, half = train_from_config(config(4)), train_from_config(config(2))
+    resumed = train_from_config(config(4), resume="latest", run=half["run_directory"])
+    assert same_bits(final_state(resumed), final_state(whole))
+    assert {"extra.log_temperature", "extra.value_stats.mean"} <= set(final_state(whole))
+    assert untimed(resumed["train_history"]) == untimed(whole["train_history"])
+    assert without_nan(resumed["eval_history"]) == without_nan(whole["eval_history"])
+    if mode == "eager":
+        # A changed rate of the critic holds from the resumed update on; the actor's stays.
+        with pytest.warns(RuntimeWarning, match=r"algorithm\.cfg\.critic_optimizer\.learning_rate"):
+            faster = train_from_config(config(3, critic_optimizer={"learning_rate": 0.5}), resume="latest", run=half["run_directory"])
+        found = faster["last_train_metrics"]
+        assert found["train/critic_learning_rate"] == pytest.approx(0.5 * 0.6)
+        assert found["train/learning_rate"] == whole["train_history"][2]["train/learning_rate"]
+
+
 @pytest.mark.parametrize("kind", ["file", "best"])
 def test_a_run_goes_on_from_a_file_and_from_the_best(tmp_path: Path, kind: str):
     whole = train_from_config(tiny(tmp_path, iterations=4, **MEMORY))

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from frl import compile as compiler
 from frl import rng, tree
-from frl.actor_critic import join_parameter_groups
 from frl.algorithms.minibatch import minibatch_indices
+from frl.critic_policies import join_parameter_groups
 from frl.losses import adaptive_learning_rate
 from frl.optim import apply_updates, global_norm
 from frl.optim.transform import clip_global_norm
@@ -54,7 +54,7 @@ def minibatch_step(
         norm = global_norm(grads)
         finite = torch.isfinite(metrics["loss"]) & tree.all_finite(grads) & torch.isfinite(norm)
         # Before the first step the policies are the same, and their KL is rounding.
-        kl = torch.where(x["first"], 0, metrics["kl"])
+        kl = torch.where(x["first"], 0, metrics["kl"]) if adaptive or early_stop else torch.zeros_like(norm)
         stopped = carry["stopped"] | (kl > hyper["early_stop_kl"]) if early_stop else carry["stopped"]
         ok = carry["ok"] & (finite | stopped)
         go = ok & ~stopped & mini["valid"].any()

@@ -10,6 +10,7 @@ import torch
 from frl.algorithms.apg import ApgConfig, make_apg
 from frl.algorithms.grpo import GrpoConfig, make_grpo
 from frl.algorithms.ppo import PpoConfig, make_ppo
+from frl.algorithms.shac import ShacConfig, make_shac
 from frl.normalizers import empirical_normalizer, running_normalizer
 from frl.optim import bind_scheduler_horizon, build_lr_scheduler, build_optimizer, coerce_lr_scheduler_cfg, coerce_optimizer_cfg, scheduler_needs_horizon
 from frl.registry import Registry
@@ -103,7 +104,7 @@ def _builtin(
     config: Any,
     keys: Mapping[str, str],
     *,
-    adapt: Callable[[dict[str, Any]], None] = lambda cfg: None,
+    adapt: Callable[[dict[str, Any]], dict[str, Any]] = lambda cfg: {},
     more: Callable[..., dict[str, Any]] = lambda policy, trainer, normalizer: {},
     differentiable: bool = False,
 ) -> None:
@@ -114,7 +115,7 @@ def _builtin(
         make: its factory.
         config: its settings.
         keys: those of the ``trainer`` block that it reads, by their names there.
-        adapt: changes ``algorithm.cfg`` before it is read.
+        adapt: takes from ``algorithm.cfg`` what is none of the settings, and returns further arguments of ``make``.
         more: further arguments of ``make``.
         differentiable: see :func:`register_algo`.
     """
@@ -130,7 +131,7 @@ def _builtin(
         dtype: torch.dtype,
     ) -> Algorithm:
         optimizer, schedule, rate = take_optimizer(cfg, total_updates)
-        adapt(cfg)
+        taken = adapt(cfg)
         refuse_unknown(cfg, config.__dataclass_fields__, f"algorithm.cfg of {name}")
         options = {own: trainer[key] for key, own in keys.items() if key in trainer}
         return make(
@@ -142,19 +143,30 @@ def _builtin(
             schedule=schedule,
             learning_rate=rate,
             dtype=dtype,
+            **taken,
             **more(policy, trainer, normalizer),
         )
 
     register_algo(name, build, differentiable=differentiable)
 
 
-def _apg_cfg(cfg: dict[str, Any]) -> None:
+def _apg_cfg(cfg: dict[str, Any]) -> dict[str, Any]:
     cfg.pop("batch_size", None)  # belongs to every algorithm's block; one rollout is APG's batch
+    return {}
 
 
-def _grpo_cfg(cfg: dict[str, Any]) -> None:
+def _shac_cfg(cfg: dict[str, Any]) -> dict[str, Any]:
+    critic = cfg.pop("critic_optimizer", None)
+    if critic is None:
+        return {}
+    critic = coerce_optimizer_cfg(critic)
+    return {"critic_optimizer": build_optimizer(critic), "critic_learning_rate": critic.learning_rate}
+
+
+def _grpo_cfg(cfg: dict[str, Any]) -> dict[str, Any]:
     if not cfg.pop("reset_every_rollout", True):
         raise ValueError("reset_every_rollout must be true for grpo: the rows of a group must share one start state, got false")
+    return {}
 
 
 def _critic_normalizer(policy: Any, trainer: Mapping[str, Any], normalizer: Normalizer | None) -> dict[str, Normalizer | None]:
@@ -168,11 +180,14 @@ def _critic_normalizer(policy: Any, trainer: Mapping[str, Any], normalizer: Norm
     return {"critic_normalizer": running_normalizer(size, initial_count=1e-4) if everything else empirical_normalizer(size)}
 
 
-_APG_KEYS = (
-    *("segment_length", "update_horizon", "rollout_mode", "gradient_accumulation_steps", "deterministic_actions", "clip_actions_to_space"),
+_WINDOW_KEYS = (
+    *("segment_length", "update_horizon", "deterministic_actions", "clip_actions_to_space"),
     *("action_adjoint_max_norm", "state_adjoint_max_norm", "compile_mode"),
 )
+_SHAC_KEYS = {**{key: key for key in _WINDOW_KEYS}, "scan_memory": "memory"}
+_APG_KEYS = {**_SHAC_KEYS, **{key: key for key in ("rollout_mode", "gradient_accumulation_steps")}}
 _RECORDED_KEYS = {key: key for key in ("buffer_size", "clip_actions_to_space", "compile_mode")}
-_builtin("apg", make_apg, ApgConfig, {**{key: key for key in _APG_KEYS}, "scan_memory": "memory"}, adapt=_apg_cfg, differentiable=True)
+_builtin("apg", make_apg, ApgConfig, _APG_KEYS, adapt=_apg_cfg, differentiable=True)
+_builtin("shac", make_shac, ShacConfig, _SHAC_KEYS, adapt=_shac_cfg, more=_critic_normalizer, differentiable=True)
 _builtin("ppo", make_ppo, PpoConfig, _RECORDED_KEYS, more=_critic_normalizer)
 _builtin("grpo", make_grpo, GrpoConfig, _RECORDED_KEYS, adapt=_grpo_cfg)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributions import Categorical, Independent, Normal
 
 from frl import rng, tree
-from frl.actor_critic import actor_critic, join_parameter_groups, optimization_parameter_groups
+from frl.critic_policies import actor_critic, join_parameter_groups, optimization_parameter_groups
 from frl.distributions import CategoricalParams, NormalParams
 from frl.envs.env import Env, EnvSpec
 from frl.envs.vector import make_vec_env
