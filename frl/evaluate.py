@@ -10,7 +10,6 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from frl import rng
 from frl.envs.vector import VecEnv
 from frl.rollout import make_unroll
 from frl.types import Normalizer, Params, PyTree
+from frl.validate import require_count
 
 MODES = ("per_env_quota", "first_n")
 _DOMAIN = 0x6576616C  # keeps the episodes of an evaluation seed apart from training with the same seed
@@ -57,14 +57,6 @@ class EvaluationResult:
         return len(self.returns)
 
 
-def _count(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name} must be a positive integer, got {value!r}")
-    if value < 1:
-        raise ValueError(f"{name} must be a positive integer, got {value!r}")
-    return int(value)
-
-
 def make_evaluator(
     env: VecEnv,
     policy: Any,
@@ -98,11 +90,11 @@ def make_evaluator(
     if mode not in MODES:
         raise ValueError(f"evaluation mode must be one of {', '.join(MODES)}, got {mode!r}")
     if max_steps is not None:
-        max_steps = _count("max_steps", max_steps)
+        max_steps = require_count("max_steps", max_steps)
     limit = env.env.spec.max_episode_steps
     if limit is None and max_steps is None:
         raise ValueError(f"environment {env.env.spec.name!r} has no time limit, so an episode may never end; pass max_steps")
-    chunk = min(_count("chunk", chunk), limit or chunk)
+    chunk = min(require_count("chunk", chunk), limit or chunk)
     unroll = make_unroll(env, policy, normalizer, record=("metrics",), deterministic=deterministic, clip_actions=clip_actions, horizon=chunk, mode=compile_mode)
     begin = compiler.jit(lambda key, env_params: env.reset(env.row_keys(key), env_params), mode=compile_mode)
 
@@ -115,7 +107,7 @@ def make_evaluator(
         env_params: PyTree = None,
         on_step: Callable[[dict[str, Any]], None] | None = None,
     ) -> EvaluationResult:
-        num_episodes = _count("num_episodes", num_episodes)
+        num_episodes = require_count("num_episodes", num_episodes)
         key = seed.to(env.device) if isinstance(seed, Tensor) else rng.fold_in(rng.key(seed, env.device), _DOMAIN)
         k_env, k_noise = rng.split(key, 2)
         env_params = env.default_params if env_params is None else env_params
@@ -216,7 +208,7 @@ def evaluate_episodes(
         on_step: called with the numpy values of every vector step.
         **options: of :func:`make_evaluator`.
     """
-    num_episodes = _count("num_episodes", num_episodes)
+    num_episodes = require_count("num_episodes", num_episodes)
     objects = (env, policy, normalizer)
     key = (*(id(x) for x in objects), tuple(sorted(options.items(), key=lambda item: item[0])))
     if key not in _recent:

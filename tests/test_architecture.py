@@ -22,7 +22,7 @@ ROOT = PACKAGE.parent
 
 # From what everything uses to what uses everything. A module imports from its own line or from an earlier one.
 LAYERS = (
-    ("types", "registry"),
+    ("types", "registry", "validate"),
     ("tree", "packing"),
     ("numerics", "philox", "rng", "native", "compile", "scan"),
     ("networks", "distributions", "observations"),
