@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -14,97 +13,11 @@ from torch import Tensor
 
 from frl import run as runs
 from frl.build import build_run
-from frl.checkpoint import CheckpointError, read_checkpoint, save_checkpoint
-from frl.config import ConfigError, RunConfig, load_run_config, parse_run_config, write_yaml
-from frl.envs.double_integrator import double_integrator
-from frl.envs.env import Env
-from frl.envs.registry import register_learning_env
+from frl.checkpoint import read_checkpoint
+from frl.config import ConfigError, load_run_config, parse_run_config, write_yaml
 from frl.run import train_from_config
 from frl.run_directory import MANIFEST, RunDirectory, resolve_resume
-from frl.types import Outcome
-
-HORIZON, ROWS = 4, 2
-
-
-class AgedState(NamedTuple):
-    inner: Any
-    age: Tensor  # [] steps of the episode
-    start: Tensor  # [] first position
-
-
-@register_learning_env("aged_double_integrator", override=True)
-def aged(*, bad_age: int = -1, bad_reward: str = "nan", max_episode_steps: int = 1000) -> Env:
-    """The double integrator with a reward that is not finite at one age of an episode, in the rows that started on the right."""
-    env = double_integrator(max_episode_steps=max_episode_steps)
-
-    def reset(key: Tensor, env_params: Any) -> AgedState:
-        inner = env.reset(key, env_params)
-        return AgedState(inner, torch.zeros_like(env_params.mass), inner.position[0])
-
-    def step(env_state: AgedState, action: Tensor, env_params: Any) -> tuple[AgedState, Outcome]:
-        inner, outcome = env.step(env_state.inner, action, env_params)
-        age = env_state.age + 1
-        bad = (age == bad_age) & (env_state.start > 0)
-        return AgedState(inner, age, env_state.start), outcome._replace(reward=torch.where(bad, float(bad_reward), outcome.reward))
-
-    return dataclasses.replace(env, reset=reset, observe=lambda env_state, env_params: env.observe(env_state.inner, env_params), step=step)
-
-
-def mapping(tmp_path: Path, *, algorithm: dict[str, Any] | None = None, env: Any = None, **trainer: Any) -> dict[str, Any]:
-    """A run file of the smallest run; keywords are keys of ``trainer``."""
-    defaults = {
-        "exp_name": "tiny",
-        "learning_env": env or {"name": "double_integrator", "cfg": {"max_episode_steps": 3}},
-        "num_envs": ROWS,
-        "iterations": 2,
-        "segment_length": HORIZON,
-        "num_eval_envs": 2,
-        "num_eval_episodes": 2,
-        "final_eval_episodes": 2,
-        "output_dir": str(tmp_path / "outputs"),
-        "compile_mode": "eager",
-    }
-    return {
-        "trainer": {**defaults, **trainer},
-        "policy": {"name": "actor_only", "actor": {"type": "mlp", "network_cfg": {"hidden_sizes": [3]}}},
-        "algorithm": {"name": "apg", "cfg": {"optimizer": {"learning_rate": 0.05}, **(algorithm or {})}},
-    }
-
-
-def tiny(tmp_path: Path, **options: Any) -> RunConfig:
-    return parse_run_config(mapping(tmp_path, **options))
-
-
-def directories(tmp_path: Path) -> list[Path]:
-    return sorted((tmp_path / "outputs").glob("*"))
-
-
-def strict_json(text: str) -> Any:
-    def refuse(word: str) -> None:
-        raise AssertionError(f"{word} is not JSON")
-
-    return json.loads(text, parse_constant=refuse)
-
-
-def without_nan(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: without_nan(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [without_nan(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def final_state(summary: dict[str, Any]) -> dict[str, Tensor]:
-    return read_checkpoint(summary["latest_checkpoint_path"])[0]
-
-
-def same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return set(a) == set(b) and all(a[name].dtype == b[name].dtype and a[name].numpy().tobytes() == b[name].numpy().tobytes() for name in a)
-
-
-def untimed(history: list[dict[str, float]]) -> list[dict[str, float | None]]:
-    return without_nan([{name: value for name, value in record.items() if name != "charts/SPS"} for record in history])
-
+from tests.tiny_runs import HORIZON, ROWS, directories, final_state, mapping, same_bits, saved_state, strict_json, tiny, without_nan
 
 # ---- the directory ----
 
@@ -306,11 +219,18 @@ def test_any_metric_can_choose_the_best(tmp_path: Path):
 @pytest.mark.parametrize("bad", ["nan", "inf", "-inf"])
 def test_a_reward_that_is_not_finite_costs_one_update(tmp_path: Path, bad: str):
     env = {"name": "aged_double_integrator", "cfg": {"bad_age": 5 * HORIZON, "bad_reward": bad}}
-    options: dict[str, Any] = {"env": env, "num_envs": 4, "normalize_observations": True, "save_frequency_updates": 1, "final_eval_episodes": 0}
+    options: dict[str, Any] = {
+        "env": env,
+        "num_envs": 4,
+        "normalize_observations": True,
+        "save_frequency_updates": 1,
+        "keep_checkpoints": None,
+        "final_eval_episodes": 0,
+    }
     summary = train_from_config(tiny(tmp_path, iterations=9, algorithm={"lr_scheduler": {"name": "linear"}}, **options))
     assert summary["skipped_updates"] == 1
     assert [record["train/skipped_update"] for record in summary["train_history"]] == [0, 0, 0, 0, 1, 0, 0, 0, 0]
-    saved = [read_checkpoint(Path(summary["run_directory"]) / "checkpoints" / f"tiny_step_{i * 4 * HORIZON}.safetensors")[0] for i in (4, 5, 6)]
+    saved = [saved_state(Path(summary["run_directory"]) / "checkpoints" / f"tiny_step_{i * 4 * HORIZON}.safetensors") for i in (4, 5, 6)]
     before, skipped, after = (
         {name: x for name, x in tensors.items() if name.split(".")[0] in ("params", "opt_state", "norm_state", "hyper")} for tensors in saved
     )
@@ -394,290 +314,3 @@ def test_a_profile_is_written(tmp_path: Path, iterations: int):
     if iterations == 6:  # a run that goes on counts its own updates
         summary = train_from_config(tiny(tmp_path, iterations=8), profile=True, resume="latest", run=summary["run_directory"])
         assert json.loads((Path(summary["run_directory"]) / "profile.json").read_text())["traceEvents"]
-
-
-# ---- a run that goes on from another ----
-
-
-@pytest.mark.parametrize(
-    ("resume", "run", "error", "text"),
-    [
-        (None, "there", ValueError, "latest"),
-        ("latest", None, ValueError, "run"),
-        ("best", None, ValueError, "run"),
-        ("file", "there", ValueError, "not a file and run"),
-        ("file", None, FileNotFoundError, "does not exist"),
-        ("latest", "missing", FileNotFoundError, MANIFEST),
-        ("best", "there", FileNotFoundError, "best"),
-        ("latest", "gone", FileNotFoundError, "does not exist"),
-    ],
-)
-def test_combinations_that_mean_nothing(tmp_path: Path, resume: str | None, run: str | None, error: type[Exception], text: str):
-    for name, latest in (("there", "a.safetensors"), ("gone", "b.safetensors")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / MANIFEST).write_text(json.dumps({"schema_version": 1, "checkpoints": {"best": None, "latest": latest}}))
-    (tmp_path / "there" / "a.safetensors").write_bytes(b"")
-    where = None if run is None else tmp_path / run
-    with pytest.raises(error, match=text):
-        train_from_config(tiny(tmp_path), resume=resume, run=where)
-    assert directories(tmp_path) == []
-    assert resolve_resume("latest", tmp_path / "there") == tmp_path / "there" / "a.safetensors"
-    assert resolve_resume(None, None) is None
-
-
-@pytest.mark.parametrize("entry", ["/a.safetensors", "../a.safetensors", "checkpoints/../../a.safetensors", "C:\\a.safetensors", "..\\a.safetensors", 3])
-def test_a_manifest_that_points_outside_its_directory_is_refused(tmp_path: Path, entry: Any):
-    (tmp_path / "a.safetensors").write_bytes(b"")
-    run = tmp_path / "run"
-    run.mkdir()
-    if entry == "/a.safetensors":
-        entry = str(tmp_path / "a.safetensors")
-    (run / MANIFEST).write_text(json.dumps({"schema_version": 1, "checkpoints": {"latest": entry}}))
-    with pytest.raises(CheckpointError, match="inside the run directory"):
-        resolve_resume("latest", run)
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ('{"schema_version": 2, "checkpoints": {"latest": "a"}}', "schema version 2"),
-        ('{"schema_version": true, "checkpoints": {"latest": "a"}}', "schema version True"),
-        ('{"checkpoints": {"latest": "a"}}', "schema version None"),
-        ("[]", "schema version None"),
-        ('{"schema_version": 1', "damaged"),
-    ],
-)
-def test_a_manifest_of_another_version_is_refused(tmp_path: Path, text: str, words: str):
-    (tmp_path / "a").write_bytes(b"")
-    (tmp_path / MANIFEST).write_text(text)
-    with pytest.raises(CheckpointError, match=words):
-        resolve_resume("latest", tmp_path)
-
-
-def test_a_checkpoint_that_is_not_of_a_run_is_refused(tmp_path: Path):
-    path = save_checkpoint(tmp_path / "a.safetensors", {"x": torch.zeros(1)}, {"loop": {}, "config": {}, "environment": {}})
-    with pytest.raises(CheckpointError, match=r"not a checkpoint of a run.*schedule"):
-        train_from_config(tiny(tmp_path), resume=path)
-    assert directories(tmp_path) == []
-
-
-@pytest.mark.parametrize(("scheduler", "resume"), [("restart", None), ("again", None), ("Restore", "latest")])
-def test_scheduler_options_that_mean_nothing(tmp_path: Path, scheduler: str, resume: str | None):
-    with pytest.raises(ValueError, match="resume_scheduler"):
-        train_from_config(tiny(tmp_path), resume=resume, resume_scheduler=scheduler)
-    assert directories(tmp_path) == []
-
-
-MEMORY: dict[str, Any] = {"normalize_observations": True, "enable_eval": True, "eval_freq": 2 * HORIZON * ROWS, "save_frequency_updates": 2}
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"rollout_mode": "complete"}, {"rollout_mode": "complete", "gradient_accumulation_steps": 2}, {"action_adjoint_max_norm": 0.2, "update_horizon": 8}],
-    ids=["segmented", "complete", "accumulated", "clipped"],
-)
-@pytest.mark.parametrize("scheduler", [None, "cosine"])
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, options: dict[str, Any], scheduler: str | None):
-    algorithm = {"lr_scheduler": {"name": scheduler, "kwargs": {"T_max": 4}}} if scheduler else {}
-    config = tiny(tmp_path, algorithm=algorithm, iterations=4, **{**MEMORY, **options})
-    whole = train_from_config(config)
-    half = train_from_config(tiny(tmp_path, algorithm=algorithm, iterations=2, **{**MEMORY, **options}))
-    resumed = train_from_config(config, resume="latest", run=half["run_directory"])
-    assert resumed["run_directory"] != half["run_directory"]
-    assert same_bits(final_state(resumed), final_state(whole))
-    assert untimed(resumed["train_history"]) == untimed(whole["train_history"])
-    assert without_nan(resumed["eval_history"]) == without_nan(whole["eval_history"])
-    assert without_nan(resumed["last_eval_metrics"]) == without_nan(whole["last_eval_metrics"])
-    for name in ("global_step", "num_updates", "best_eval_value", "skipped_updates"):
-        assert resumed[name] == whole[name]
-    record = strict_json((Path(resumed["run_directory"]) / "environment.json").read_text())
-    assert record["resumed_from"] == half["latest_checkpoint_path"]
-
-
-RECORDED: dict[str, tuple[str, dict[str, Any]]] = {
-    "ppo": ("ppo", {"n_epochs": 2, "num_mini_batches": 2, "lr_scheduler": {"name": "linear", "kwargs": {"total_iters": 5}}}),
-    "ppo-adaptive": ("ppo", {"n_epochs": 2, "num_mini_batches": 2, "schedule": "adaptive", "desired_kl": 1e-9}),
-    "grpo": ("grpo", {"n_epochs": 2, "batch_size": 4, "group_size": 2}),
-}
-
-
-@pytest.mark.parametrize("case", RECORDED)
-def test_a_resumed_run_of_recorded_rollouts_is_the_uninterrupted_one(tmp_path: Path, case: str):
-    name, cfg = RECORDED[case]
-
-    def config(iterations: int) -> RunConfig:
-        raw = mapping(tmp_path, iterations=iterations, buffer_size=HORIZON, algorithm=cfg, **MEMORY)
-        del raw["trainer"]["segment_length"]
-        raw["algorithm"]["name"] = name
-        if name == "ppo":
-            raw["policy"] |= {"name": "actor_critic", "critic": raw["policy"]["actor"]}
-        return parse_run_config(raw)
-
-    whole, half = train_from_config(config(4)), train_from_config(config(2))
-    resumed = train_from_config(config(4), resume="latest", run=half["run_directory"])
-    assert same_bits(final_state(resumed), final_state(whole))
-    assert untimed(resumed["train_history"]) == untimed(whole["train_history"])
-    assert without_nan(resumed["eval_history"]) == without_nan(whole["eval_history"])
-    if case == "ppo-adaptive":
-        # The rate that the controller had reached, not the configured one.
-        assert rates(resumed)[2] < 0.9 * rates(resumed)[0]
-
-
-@pytest.mark.parametrize("kind", ["file", "best"])
-def test_a_run_goes_on_from_a_file_and_from_the_best(tmp_path: Path, kind: str):
-    whole = train_from_config(tiny(tmp_path, iterations=4, **MEMORY))
-    half = train_from_config(tiny(tmp_path, iterations=2, **MEMORY))
-    where = {"resume": half["latest_checkpoint_path"]} if kind == "file" else {"resume": "best", "run": half["run_directory"]}
-    resumed = train_from_config(tiny(tmp_path, iterations=4, **MEMORY), **where)
-    assert same_bits(final_state(resumed), final_state(whole))
-    assert without_nan(resumed["eval_history"]) == without_nan(whole["eval_history"])
-
-
-def test_the_best_of_a_resumed_run_has_to_beat_the_best_before(tmp_path: Path):
-    options: dict[str, Any] = {**MEMORY, "best_eval_metric": "eval/episodes"}
-    half = train_from_config(tiny(tmp_path, iterations=2, **options))
-    assert half["best_eval_value"] == 2.0
-    resumed = train_from_config(tiny(tmp_path, iterations=4, **options), resume="latest", run=half["run_directory"])
-    assert (resumed["best_eval_value"], resumed["best_checkpoint_path"]) == (2.0, None)
-    manifest = strict_json((Path(resumed["run_directory"]) / MANIFEST).read_text())
-    assert manifest["checkpoints"] == {"latest": "checkpoints/tiny_step_32.safetensors", "best": None}
-    better = train_from_config(tiny(tmp_path, iterations=4, **{**options, "num_eval_episodes": 3}), resume="latest", run=half["run_directory"])
-    assert better["best_eval_value"] == 3.0
-    assert better["best_checkpoint_path"] is not None
-
-
-def test_a_run_that_is_already_done_adds_nothing(tmp_path: Path):
-    done = train_from_config(tiny(tmp_path))
-    again = train_from_config(tiny(tmp_path), resume="latest", run=done["run_directory"])
-    assert same_bits(final_state(again), final_state(done))
-    assert untimed(again["train_history"]) == untimed(done["train_history"])
-
-
-def test_a_checkpoint_that_does_not_fit_is_refused_before_anything_is_written(tmp_path: Path):
-    done = train_from_config(tiny(tmp_path))
-    raw = mapping(tmp_path)
-    raw["policy"]["actor"]["network_cfg"]["hidden_sizes"] = [5]
-    with pytest.raises(CheckpointError, match=r"params\.actor"):
-        train_from_config(parse_run_config(raw), resume="latest", run=done["run_directory"])
-    with pytest.raises(CheckpointError, match="norm_state"):
-        train_from_config(tiny(tmp_path, normalize_observations=True), resume="latest", run=done["run_directory"])
-    with pytest.raises(CheckpointError, match="float64"):
-        train_from_config(tiny(tmp_path, dtype="float64"), resume="latest", run=done["run_directory"])
-    assert len(directories(tmp_path)) == 1
-
-
-def test_a_truncated_newest_file_is_an_error_that_names_it(tmp_path: Path):
-    done = train_from_config(tiny(tmp_path, iterations=2, save_frequency_updates=1))
-    latest = Path(done["latest_checkpoint_path"])
-    latest.write_bytes(latest.read_bytes()[:-7])
-    with pytest.raises(CheckpointError, match=latest.name):
-        train_from_config(tiny(tmp_path, iterations=3), resume="latest", run=done["run_directory"])
-    assert len(directories(tmp_path)) == 1
-    resumed = train_from_config(tiny(tmp_path, iterations=3), resume=latest.with_name("tiny_step_8.safetensors"))
-    assert resumed["num_updates"] == 3
-
-
-def rates(summary: dict[str, Any]) -> list[float]:
-    return [record["train/learning_rate"] for record in summary["train_history"]]
-
-
-def cosine(step: int, total: int) -> float:
-    return (1 + math.cos(math.pi * step / total)) / 2
-
-
-def test_a_restored_schedule_goes_on_where_it_was(tmp_path: Path):
-    algorithm = {"optimizer": {"learning_rate": 1.0}, "lr_scheduler": {"name": "cosine", "kwargs": {"T_max": 100}}}
-    half = train_from_config(tiny(tmp_path, algorithm=algorithm, iterations=51, final_eval_episodes=0))
-    resumed = train_from_config(tiny(tmp_path, algorithm=algorithm, iterations=52, final_eval_episodes=0), resume="latest", run=half["run_directory"])
-    assert rates(resumed)[:51] == rates(half)
-    assert rates(resumed)[51] == pytest.approx(0.484295, abs=1e-6)
-
-
-def test_a_longer_budget_does_not_move_a_schedule_that_has_begun(tmp_path: Path):
-    algorithm = {"optimizer": {"learning_rate": 1.0}, "lr_scheduler": {"name": "cosine"}}
-    half = train_from_config(tiny(tmp_path, algorithm=algorithm, iterations=4, total_timesteps=2 * HORIZON * ROWS))
-    assert rates(half) == pytest.approx([1.0, cosine(1, 2)], abs=1e-6)
-    where: dict[str, Any] = {"resume": "latest", "run": half["run_directory"]}
-    for budget in ({"iterations": 4}, {"total_timesteps": 2 * HORIZON * ROWS + 1}):
-        with pytest.raises(ConfigError, match=rf"trainer\.{next(iter(budget))}.*update 2.*restart"):
-            train_from_config(tiny(tmp_path, algorithm=algorithm, **budget), **where)
-    assert len(directories(tmp_path)) == 1
-    # A length of the schedule's own is kept by any budget.
-    own = {"optimizer": {"learning_rate": 1.0}, "lr_scheduler": {"name": "cosine", "kwargs": {"T_max": 2}}}
-    resumed = train_from_config(tiny(tmp_path, algorithm=own, iterations=3), **where)
-    assert rates(resumed) == pytest.approx([1.0, cosine(1, 2), cosine(2, 2)], abs=1e-6)
-
-
-def test_a_shorter_budget_does_not_move_a_schedule_that_has_begun(tmp_path: Path):
-    algorithm = {"optimizer": {"learning_rate": 1.0}, "lr_scheduler": {"name": "linear"}}
-    options: dict[str, Any] = {"algorithm": algorithm, "save_frequency_updates": 1, "final_eval_episodes": 0}
-    whole = train_from_config(tiny(tmp_path, iterations=4, **options))
-    early = Path(whole["latest_checkpoint_path"]).with_name("tiny_step_8.safetensors")
-    cut = train_from_config(tiny(tmp_path, iterations=3, **options), resume=early)
-    assert rates(cut) == [1.0, 0.75, 0.5]
-    again = train_from_config(tiny(tmp_path, iterations=4, **options), resume=cut["latest_checkpoint_path"])
-    assert same_bits(final_state(again), final_state(whole))
-
-
-def test_a_restarted_schedule_runs_over_the_updates_that_remain(tmp_path: Path):
-    algorithm = {"optimizer": {"learning_rate": 1.0}, "lr_scheduler": {"name": "linear"}}
-    half = train_from_config(tiny(tmp_path, algorithm=algorithm, iterations=2))
-    where: dict[str, Any] = {"resume": "latest", "run": half["run_directory"], "resume_scheduler": "restart"}
-    resumed = train_from_config(tiny(tmp_path, algorithm=algorithm, iterations=6), **where)
-    assert rates(resumed) == [1.0, 0.5, 1.0, 0.75, 0.5, 0.25]
-    # Interrupted, the schedule that began anew goes on over its own length.
-    options: dict[str, Any] = {"algorithm": algorithm, "iterations": 6}
-    early = train_from_config(tiny(tmp_path, save_frequency_updates=1, **options), **where)["latest_checkpoint_path"]
-    again = train_from_config(tiny(tmp_path, **options), resume=Path(early).with_name("tiny_step_32.safetensors"))
-    assert rates(again) == rates(resumed)
-    with pytest.raises(ConfigError, match="update 6"):
-        train_from_config(tiny(tmp_path, algorithm=algorithm, iterations=7), resume=resumed["latest_checkpoint_path"])
-
-
-def test_a_restarted_schedule_keeps_the_moments(tmp_path: Path):
-    algorithm = {"optimizer": {"learning_rate": 1.0}, "lr_scheduler": {"name": "exponential", "kwargs": {"gamma": 0.5}}}
-    half = train_from_config(tiny(tmp_path, algorithm=algorithm, iterations=2))
-    where: dict[str, Any] = {"resume": "latest", "run": half["run_directory"]}
-    restored = train_from_config(tiny(tmp_path, algorithm=algorithm, iterations=3), **where)
-    restarted = train_from_config(tiny(tmp_path, algorithm=algorithm, iterations=3), resume_scheduler="restart", **where)
-    assert rates(restored) == pytest.approx([1.0, 0.5, 0.25], rel=1e-6)
-    assert rates(restarted) == pytest.approx([1.0, 0.5, 1.0], rel=1e-6)
-    a, b = final_state(restored), final_state(restarted)
-    moments = {name for name in a if name.startswith("opt_state.")}
-    assert moments
-    assert all(torch.equal(a[name], b[name]) for name in moments)
-    assert int(b["counters.updates"]) == 3
-
-
-def test_a_changed_hyper_parameter_is_taken_or_said(tmp_path: Path, recwarn: pytest.WarningsRecorder, capfd: pytest.CaptureFixture[str]):
-    half = train_from_config(tiny(tmp_path, iterations=1))
-    capfd.readouterr()
-    resumed = train_from_config(tiny(tmp_path, algorithm={"gamma": 0.5, "optimizer": {"learning_rate": 0.25}}), resume="latest", run=half["run_directory"])
-    said = "".join((*(str(warning.message) for warning in recwarn), *capfd.readouterr()))
-    state = final_state(resumed)
-    for name, value in (("gamma", 0.5), ("optimizer.learning_rate", 0.25)):
-        assert float(state[f"hyper.{name}"]) == value
-        assert f"algorithm.cfg.{name}" in said
-    assert rates(resumed) == [0.05000000074505806, 0.25]
-    # Budget and output are no settings of the training: nothing is said of them.
-    recwarn.clear()
-    train_from_config(tiny(tmp_path, iterations=2, exp_name="other"), resume="latest", run=half["run_directory"])
-    assert not [warning for warning in recwarn if issubclass(warning.category, RuntimeWarning)]
-
-
-def test_a_limit_can_be_switched_on_and_off_when_a_run_goes_on(tmp_path: Path):
-    half = train_from_config(tiny(tmp_path, iterations=1))
-    with pytest.warns(RuntimeWarning, match=r"trainer\.state_adjoint_max_norm 0\.0 -> 0\.5"):
-        limited = train_from_config(tiny(tmp_path, state_adjoint_max_norm=0.5), resume="latest", run=half["run_directory"])
-    assert float(final_state(limited)["hyper.state_adjoint_max_norm"]) == 0.5
-    with pytest.warns(RuntimeWarning, match="state_adjoint_max_norm"):
-        free = train_from_config(tiny(tmp_path, iterations=3), resume="latest", run=limited["run_directory"])
-    assert "hyper.state_adjoint_max_norm" not in final_state(free)
-
-
-def test_a_run_that_goes_on_with_other_threads_says_so(tmp_path: Path, recwarn: pytest.WarningsRecorder, capfd: pytest.CaptureFixture[str]):
-    half = train_from_config(tiny(tmp_path, iterations=1, threads=1))
-    capfd.readouterr()
-    train_from_config(tiny(tmp_path, threads=2), resume="latest", run=half["run_directory"])
-    said = "".join((*(str(warning.message) for warning in recwarn), *capfd.readouterr()))
-    assert "thread" in said

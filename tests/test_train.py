@@ -180,9 +180,15 @@ def test_every_update_is_shown():
 
 
 def test_speed_leaves_out_updates_that_compile(monkeypatch: pytest.MonkeyPatch):
-    graphs = iter([0, 1, 1, 1, 1, 1])
-    monkeypatch.setattr(compiler, "graph_count", lambda: next(graphs))
-    _, loop = train(counting(), first_state(), LoopConfig(total_updates=3))
+    inner, calls = counting(), []
+
+    def collect(state: TrainState) -> tuple[TrainState, Any]:
+        calls.append(state)
+        return inner.collect(state)
+
+    # The first update compiles a graph.
+    monkeypatch.setattr(compiler, "graph_count", lambda: min(len(calls), 1))
+    _, loop = train(inner._replace(collect=collect), first_state(), LoopConfig(total_updates=3))
     assert loop.steady_steps == 2 * STEPS
     assert loop.steps_per_second == loop.steady_steps / loop.steady_seconds
     assert math.isnan(LoopState().steps_per_second)
