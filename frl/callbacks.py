@@ -73,15 +73,20 @@ class Callback:
 Callbacks: TypeAlias = Sequence["Callback | Callable[[Event], Any]"]
 
 
+def as_callbacks(callbacks: Iterable[Callback | Callable[[Event], Any]]) -> tuple[Callback, ...]:
+    """Callbacks, of which a plain function is one that is called after every update; ``ValueError`` for what is neither."""
+    return tuple(one if isinstance(one, Callback) else Callback(function=one) for one in callbacks)
+
+
 class Watchers:
-    """The callbacks of one run; a plain function is called after every update.
+    """The callbacks of one run.
 
     Args:
         callbacks: what to call.
     """
 
     def __init__(self, callbacks: Iterable[Callback | Callable[[Event], Any]] = ()) -> None:
-        self._callbacks = tuple(one if isinstance(one, Callback) else Callback(function=one) for one in callbacks)
+        self._callbacks = as_callbacks(callbacks)
         self._evaluations = 0
 
     def __bool__(self) -> bool:

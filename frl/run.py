@@ -21,7 +21,7 @@ import torch
 from frl import compile as compiler
 from frl import logs, rng
 from frl.build import DTYPES, build_run, last_update
-from frl.callbacks import Callbacks
+from frl.callbacks import Callbacks, as_callbacks
 from frl.checkpoint import CheckpointError
 from frl.config import RunConfig, dump_run_config, load_run_config, write_yaml
 from frl.evaluate import make_evaluator
@@ -90,6 +90,7 @@ def train_from_config(
         require_count("stop_after", stop_after)
     if isinstance(path, RunConfig) and overrides:
         raise ValueError("overrides belong to a run file; change the RunConfig itself")
+    callbacks = as_callbacks(callbacks)
     label = "RunConfig" if isinstance(path, RunConfig) else str(path)
     config = path if isinstance(path, RunConfig) else load_run_config(path, overrides)
     saved = SavedRun.find(resume, run)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from frl.checkpoint import CheckpointError, save_checkpoint
+import frl
+from frl.checkpoint import CheckpointError, read_checkpoint, save_checkpoint
 from frl.config import ConfigError, RunConfig, parse_run_config
 from frl.run import train_from_config
 from frl.run_directory import MANIFEST, resolve_resume
@@ -348,3 +353,83 @@ def test_a_run_that_goes_on_with_other_threads_says_so(tmp_path: Path, recwarn: 
     train_from_config(tiny(tmp_path, threads=2), resume="latest", run=half["run_directory"])
     said = "".join((*(str(warning.message) for warning in recwarn), *capfd.readouterr()))
     assert "thread" in said
+
+
+# ---- stopping early ----
+
+
+@pytest.mark.parametrize("scheduler", ["linear", "cosine"])
+def test_a_run_that_stops_after_every_update_is_the_run_that_does_not(tmp_path: Path, scheduler: str):
+    algorithm = {"optimizer": {"learning_rate": 1.0}, "lr_scheduler": {"name": scheduler}}
+    options: dict[str, Any] = {"algorithm": algorithm, "iterations": 4, **MEMORY}
+    whole = train_from_config(tiny(tmp_path, **options))
+    summary = train_from_config(tiny(tmp_path, **options), stop_after=1)
+    for number in (1, 2, 3):
+        assert (summary["status"], summary["num_updates"]) == ("stopped", number)
+        assert rates(summary) == rates(whole)[:number]
+        assert summary["best_eval_metrics"] == {}
+        summary = train_from_config(tiny(tmp_path, **options), resume="latest", run=summary["run_directory"], stop_after=1)
+    assert summary["status"] == "finished"
+    assert same_bits(final_state(summary), final_state(whole))
+    assert untimed(summary["train_history"]) == untimed(whole["train_history"])
+    assert without_nan(summary["eval_history"]) == without_nan(whole["eval_history"])
+    assert without_nan(summary["last_eval_metrics"]) == without_nan(whole["last_eval_metrics"])
+
+
+def test_a_stop_after_the_budget_changes_nothing(tmp_path: Path):
+    summary = train_from_config(tiny(tmp_path, iterations=2), stop_after=50)
+    assert (summary["status"], summary["num_updates"]) == ("finished", 2)
+    assert summary["last_eval_metrics"]["eval/episodes"] == 2
+    stopped = train_from_config(tiny(tmp_path, total_timesteps=5 * HORIZON * ROWS, algorithm={"lr_scheduler": {"name": "linear"}}), stop_after=3)
+    assert stopped["num_updates"] == 3
+    assert rates(stopped) == pytest.approx([0.05, 0.04, 0.03])
+
+
+@pytest.mark.parametrize("value", [0, -1, True, 1.5, "3"])
+def test_a_stop_that_means_nothing_is_refused(tmp_path: Path, value: Any):
+    with pytest.raises(ValueError, match="stop_after must be an integer of at least 1"):
+        train_from_config(tiny(tmp_path), stop_after=value)
+    assert directories(tmp_path) == []
+
+
+# ---- killed and resumed, in processes of their own ----
+
+
+def test_a_killed_and_resumed_run_has_a_maximum_difference_of_zero(report: Callable[[str], None]):
+    """Twenty updates straight against seven, SIGKILL and thirteen more, each in another process, by the script that users run."""
+    script = Path(frl.__file__).parents[1] / "benchmarks" / "resume_exactness.py"
+    command = [sys.executable, str(script), "--compile-mode", "eager", "--start", "forkserver"]
+    done = subprocess.run(command, cwd=script.parents[1], capture_output=True, text=True, check=False)
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [result["case"] for result in results] == ["apg_segmented", "apg_complete", "ppo", "grpo"], done.stderr
+    for result in results:
+        assert (result["resumed_after"], result["updates"], result["killed_by"]) == (7, 20, "SIGKILL")
+        assert result["tensors"] > 50
+        assert result["metrics"] > 300
+        assert result["same_bits"] is True
+        assert result["max_difference"] == 0.0
+        report(f"resume, {result['case']}: maximum difference {result['max_difference']:g} over {result['values']} values and {result['metrics']} metrics")
+    assert done.returncode == 0
+
+
+def test_the_comparison_finds_a_single_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    root = Path(frl.__file__).parents[1]
+    monkeypatch.syspath_prepend(root / "benchmarks")
+    script = importlib.import_module("resume_exactness")
+    one = json.loads(json.dumps(train_from_config(tiny(tmp_path, iterations=2, enable_eval=True, eval_freq=8))))
+    assert script.differences(one, one)["same_bits"]
+    assert script.differences(one, one)["max_difference"] == 0.0
+    tensors, metadata = read_checkpoint(one["latest_checkpoint_path"])
+    nudged = torch.nextafter(tensors["params.log_std"], torch.tensor(1.0))
+    state = {name: x for name, x in tensors.items() if not name.startswith("loop.")}
+    other = save_checkpoint(tmp_path / "other.safetensors", {**state, "params.log_std": nudged}, {})
+    found = script.differences(one, {**one, "latest_checkpoint_path": str(other)})
+    assert not found["same_bits"]
+    assert 0 < found["max_difference"] < 1e-6
+    later = json.loads(json.dumps(one))
+    later["train_history"][1]["train/loss"] += 1e-12
+    assert 0 < script.differences(one, later)["max_difference"] < 1e-11
+    later["train_history"][1]["train/loss"] = math.nan
+    assert script.differences(one, later)["max_difference"] == math.inf
+    del later["eval_history"][0]["eval/avg_reward"]
+    assert not script.differences(one, later)["same_bits"]

@@ -305,12 +305,3 @@ def test_build_run_writes_nothing(tmp_path: Path):
 def test_compile_seconds_of_earlier_runs_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(runs.compiler, "_seconds", 100.0)
     assert train_from_config(tiny(tmp_path))["compile_seconds"] == 0.0
-
-
-@pytest.mark.parametrize("iterations", [1, 3, 6])
-def test_a_profile_is_written(tmp_path: Path, iterations: int):
-    summary = train_from_config(tiny(tmp_path, iterations=iterations), profile=True)
-    assert json.loads((Path(summary["run_directory"]) / "profile.json").read_text())["traceEvents"]
-    if iterations == 6:  # a run that goes on counts its own updates
-        summary = train_from_config(tiny(tmp_path, iterations=8), profile=True, resume="latest", run=summary["run_directory"])
-        assert json.loads((Path(summary["run_directory"]) / "profile.json").read_text())["traceEvents"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,8 +29,8 @@ class AgedState(NamedTuple):
 
 
 @register_learning_env("aged_double_integrator", override=True)
-def aged(*, bad_age: int = -1, bad_reward: str = "nan", max_episode_steps: int = 1000) -> Env:
-    """The double integrator with a reward that is not finite at one age of an episode, in the rows that started on the right."""
+def aged(*, bad_age: int = -1, bad_reward: str = "nan", max_episode_steps: int = 1000, nap: float = 0.0) -> Env:
+    """The double integrator with a reward that is not finite at one age of an episode, in the rows that started on the right; ``nap`` [s] slows a step."""
     env = double_integrator(max_episode_steps=max_episode_steps)
 
     def reset(key: Tensor, env_params: Any) -> AgedState:
@@ -37,6 +38,7 @@ def aged(*, bad_age: int = -1, bad_reward: str = "nan", max_episode_steps: int =
         return AgedState(inner, torch.zeros_like(env_params.mass), inner.position[0])
 
     def step(env_state: AgedState, action: Tensor, env_params: Any) -> tuple[AgedState, Outcome]:
+        time.sleep(nap)
         inner, outcome = env.step(env_state.inner, action, env_params)
         age = env_state.age + 1
         bad = (age == bad_age) & (env_state.start > 0)
