@@ -29,7 +29,7 @@ from typing import Any
 import timing
 
 UPDATES, KILLED_AFTER = 20, 7
-ROWS, STEPS = 8, 8
+ROWS, STEPS = 8, 4
 CASES = ("apg_segmented", "apg_complete", "ppo", "grpo")
 PATIENCE = 1200.0  # seconds that a process may take, compilation included
 
