@@ -150,8 +150,3 @@ def mismatches(tensors: dict[str, Tensor], like: PyTree) -> list[str]:
     """Why the tensors of a file cannot take the place of ``like``, one line for each key path; empty when they can."""
     expected = {name: x for name, x in tree.items(like) if isinstance(x, Tensor)}
     return tree.differences(dict(sorted(tensors.items())), dict(sorted(expected.items())))
-
-
-def device_of(like: PyTree) -> torch.device:
-    """Device of the first tensor of a tree."""
-    return next(x.device for x in tree.leaves(like) if isinstance(x, Tensor))

@@ -103,7 +103,7 @@ def _read(candidate: Candidate) -> SavedRun:
 _FREE_TRAINER_KEYS = frozenset(
     (
         *("exp_name", "output_dir", "imports", "use_wandb", "wandb_project_name", "iterations", "total_timesteps", "seed"),
-        *("save_freq", "save_frequency_updates", "keep_checkpoints", "device", "compile_mode", "threads"),
+        *("save_freq", "save_frequency_updates", "save_frequency_minutes", "keep_checkpoints", "device", "compile_mode", "threads"),
         *("enable_eval", "eval_freq", "eval_seed", "num_eval_envs", "num_eval_episodes", "evaluation_mode", "max_eval_steps", "final_eval_episodes"),
         *("best_eval_metric", "best_eval_mode"),
     )

@@ -75,6 +75,7 @@ class TrainerCfg(Section):
         iterations: updates; ``total_timesteps`` [env steps] overrides it.
         buffer_size: steps per rollout of ppo and grpo (alias ``rollout_steps``).
         eval_freq, save_freq: every so many env steps, 0 never. save_frequency_updates: every so many updates, 0 never.
+        save_frequency_minutes: also when so many minutes have passed since the last save, 0 never; it changes no bit of the training.
         keep_checkpoints: how many of the newest checkpoints are kept, beside the best one; null keeps all.
         max_eval_steps: step cap of an evaluation; null: derived from the time limit.
         final_eval_episodes: episodes of the last evaluation, on seeds that never picked the best checkpoint; 0 off.
@@ -106,6 +107,7 @@ class TrainerCfg(Section):
     best_eval_mode: Annotated[str, word("max", "min")] = "max"
     save_freq: Count = 0
     save_frequency_updates: Count = 0
+    save_frequency_minutes: Coefficient = 5.0
     keep_checkpoints: Annotated[int | None, integer(1, none=True)] = 5
     use_wandb: Switch = False
     wandb_project_name: Name = "frl"

@@ -15,7 +15,7 @@ from frl.callbacks import Callbacks, Event, Watchers
 from frl.evaluate import EvaluationResult
 from frl.phases import Phases
 from frl.types import Algorithm, Metrics, TrainState
-from frl.validate import require_choice, require_count
+from frl.validate import require_choice, require_count, require_number
 
 _CHARTS = {"episode_reward_avg_100": "charts/episode_reward_avg_100", "episode_length_avg_100": "charts/episode_length_avg_100"}
 
@@ -34,6 +34,7 @@ class LoopConfig:
         best_eval_metric, best_eval_mode: what makes a state the best, ``"max"`` or ``"min"``.
         save_frequency_updates: updates between periodic saves; 0 is never.
         save_frequency_steps: or environment steps between them: a save is due whenever another multiple of it has been passed.
+        save_frequency_seconds: or seconds on the clock since the last save of any kind; 0 is never.
         log_frequency_updates: updates between log records.
         skip_nonfinite_updates: raise ``FloatingPointError`` on a skipped update when false.
     """
@@ -48,6 +49,7 @@ class LoopConfig:
     best_eval_mode: str = "max"
     save_frequency_updates: int = 0
     save_frequency_steps: int = 0
+    save_frequency_seconds: float = 0.0
     log_frequency_updates: int = 1
     skip_nonfinite_updates: bool = True
 
@@ -62,6 +64,7 @@ class LoopConfig:
             require_count(name, getattr(self, name))
         if self.stop_after_updates is not None:
             require_count("stop_after_updates", self.stop_after_updates)
+        require_number("save_frequency_seconds", self.save_frequency_seconds, at_least=0.0)
         require_choice("best_eval_mode", self.best_eval_mode, ("max", "min"))
 
     def reached(self, loop: LoopState) -> bool:
@@ -163,7 +166,7 @@ def train(
             with phases("callbacks"):
                 watchers.show(before, Event(kind=kind, state=state, metrics=metrics, global_step=loop.global_step, num_updates=loop.num_updates, result=result))
 
-    stopped = False
+    stopped, saved_at = False, time.monotonic()
     while not over() and not stopped:
         started, graphs, before = time.perf_counter(), compiler.graph_count(), loop.global_step
         with phases("collect"):
@@ -194,9 +197,10 @@ def train(
             log(result.metrics)
             show("evaluation", state, result.metrics, before, result)
             best = _is_best(result.metrics, state, loop, config)
-        if on_save is not None and (best or _save_due(config, before, loop)):
+        if on_save is not None and (best or _save_due(config, before, loop, saved_at)):
             with phases("saving"):
                 on_save(state, loop, "best" if best else "periodic")
+            saved_at = time.monotonic()
     return state, loop
 
 
@@ -228,6 +232,8 @@ def _is_best(metrics: dict[str, float], state: TrainState, loop: LoopState, conf
     return True
 
 
-def _save_due(config: LoopConfig, before: int, loop: LoopState) -> bool:
-    updates, steps = config.save_frequency_updates, config.save_frequency_steps
-    return bool((updates and loop.num_updates % updates == 0) or (steps and loop.global_step // steps > before // steps))
+def _save_due(config: LoopConfig, before: int, loop: LoopState, saved_at: float) -> bool:
+    updates, steps, seconds = config.save_frequency_updates, config.save_frequency_steps, config.save_frequency_seconds
+    by_updates = updates and loop.num_updates % updates == 0
+    by_steps = steps and loop.global_step // steps > before // steps
+    return bool(by_updates or by_steps or (seconds and time.monotonic() - saved_at >= seconds))

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import frl
-from frl.checkpoint import CheckpointError, read_checkpoint, save_checkpoint
+from frl.checkpoint import CheckpointError, read_checkpoint, restore, save_checkpoint
 from frl.config import ConfigError, RunConfig, parse_run_config
 from frl.run import train_from_config
 from frl.run_directory import MANIFEST, resolve_resume
@@ -433,3 +433,46 @@ def test_the_comparison_finds_a_single_bit(tmp_path: Path, monkeypatch: pytest.M
     assert script.differences(one, later)["max_difference"] == math.inf
     del later["eval_history"][0]["eval/avg_reward"]
     assert not script.differences(one, later)["same_bits"]
+
+
+# ---- from one machine or mode to another ----
+
+
+@pytest.mark.parametrize(("before", "after"), [("aot_eager", "eager"), ("eager", "aot_eager")])
+def test_compiled_and_eager_runs_go_on_from_each_other(tmp_path: Path, before: str, after: str):
+    options: dict[str, Any] = {"iterations": 2, "final_eval_episodes": 0, "normalize_observations": True}
+    done = train_from_config(tiny(tmp_path, compile_mode=before, **options))
+    where: dict[str, Any] = {"resume": "latest", "run": done["run_directory"]}
+    with pytest.warns(RuntimeWarning, match=f"compile_mode '{before}' -> '{after}'"):
+        loaded = train_from_config(tiny(tmp_path, compile_mode=after, **options), **where)
+    assert same_bits(final_state(loaded), final_state(done))
+    with pytest.warns(RuntimeWarning, match="compile_mode"):
+        resumed = train_from_config(tiny(tmp_path, compile_mode=after, **{**options, "iterations": 3}), **where)
+    whole = train_from_config(tiny(tmp_path, compile_mode="eager", **{**options, "iterations": 3}))
+    a, b = final_state(resumed), final_state(whole)
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("before", "after"), [("cpu", "cuda"), ("cuda", "cpu")])
+def test_runs_on_cpu_and_cuda_go_on_from_each_other(tmp_path: Path, before: str, after: str):
+    done = train_from_config(tiny(tmp_path, device=before, iterations=2))
+    where: dict[str, Any] = {"resume": "latest", "run": done["run_directory"]}
+    with pytest.warns(RuntimeWarning, match=f"device '{before}"):
+        loaded = train_from_config(tiny(tmp_path, device=after, iterations=2), **where)
+    with pytest.warns(RuntimeWarning, match=f"device '{before}"):
+        resumed = train_from_config(tiny(tmp_path, device=after, iterations=4), **where)
+    assert same_bits(final_state(loaded), final_state(done))
+    assert (resumed["num_updates"], resumed["skipped_updates"]) == (4, 0)
+
+
+def test_a_checkpoint_written_on_another_device_is_read_without_it(tmp_path: Path):
+    """Files hold no device: what was on an accelerator when it was saved is plain numbers."""
+    done = train_from_config(tiny(tmp_path, iterations=1))
+    tensors, _ = read_checkpoint(done["latest_checkpoint_path"])
+    assert {x.device.type for x in tensors.values()} == {"cpu"}
+    back = restore(tensors, {name: torch.empty_like(x, device="meta") for name, x in tensors.items()})
+    assert all(x.device.type == "meta" and x.shape == tensors[name].shape for name, x in back.items())

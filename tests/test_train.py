@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from frl import compile as compiler
+from frl import train as rooms
 from frl import tree
 from frl.evaluate import EvaluationResult
 from frl.train import LoopConfig, LoopState, metrics_to_host, train
@@ -90,6 +91,9 @@ def scoring(values: list[float], name: str = "eval/avg_reward", calls: list[Any]
         {"total_updates": 1.0},
         {"total_updates": 1, "eval_frequency_steps": -1},
         {"total_updates": 1, "save_frequency_updates": -1},
+        {"total_updates": 1, "save_frequency_steps": 1.5},
+        {"total_updates": 1, "save_frequency_seconds": math.nan},
+        {"total_updates": 1, "stop_after_updates": 0},
         {"total_updates": 1, "num_eval_episodes": 0},
         {"total_updates": 1, "num_eval_episodes": True},
         {"total_updates": 1, "log_frequency_updates": 0},
@@ -301,6 +305,28 @@ def test_periodic_saves():
     config = LoopConfig(total_updates=7, save_frequency_updates=3)
     train(counting(), first_state(), config, on_save=lambda state, loop, kind: saves.append((kind, loop.num_updates)))
     assert saves == [("periodic", 3), ("periodic", 6)]
+
+
+@pytest.mark.parametrize(("steps", "expected"), [(8, [1, 2, 3, 4, 5, 6]), (20, [3, 5]), (16, [2, 4, 6]), (100, [])])
+def test_saves_by_environment_steps(steps: int, expected: list[int]):
+    saves: list[int] = []
+    config = LoopConfig(total_updates=6, save_frequency_steps=steps)
+    train(counting(), first_state(), config, on_save=lambda state, loop, kind: saves.append(loop.num_updates))
+    assert saves == expected
+
+
+def test_saves_by_the_clock_count_from_the_last_save_of_any_kind(monkeypatch: pytest.MonkeyPatch):
+    saves: list[tuple[str, int]] = []
+    now = [0.0]
+    monkeypatch.setattr(rooms.time, "monotonic", lambda: now[0])
+
+    def tick(state: TrainState, loop: LoopState) -> None:
+        now[0] = 10.0 * loop.num_updates
+
+    config = LoopConfig(total_updates=8, save_frequency_seconds=25.0, eval_frequency_steps=4 * STEPS)
+    hooks: dict[str, Any] = {"evaluate": scoring([1.0, 2.0]), "on_update": tick, "on_save": lambda state, loop, kind: saves.append((kind, loop.num_updates))}
+    train(counting(), first_state(), config, **hooks)
+    assert saves == [("periodic", 3), ("best", 4), ("periodic", 7), ("best", 8)]
 
 
 # ---- a loop that is continued ----
