@@ -27,11 +27,11 @@ def write_atomically(path: Path, data: bytes) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
-    _sync_directory(path.parent)
+    sync_directory(path.parent)
 
 
-def _sync_directory(path: Path) -> None:
-    """Make a rename durable; not every system and file system can."""
+def sync_directory(path: Path) -> None:
+    """Make what was made or renamed in a directory durable; not every system and file system can."""
     if os.name != "posix":
         return
     with contextlib.suppress(OSError):

@@ -157,7 +157,11 @@ class _Run:
                     self._train(interrupts, progress)
                     self.saver.save_last(self.state, self.loop)
                 except BaseException as error:
-                    self._rescue(error)
+                    # A signal goes to every process of a terminal: what ended this one may be the end of a worker or of a compiler.
+                    status = "failed" if interrupts.received is None or isinstance(error, CheckpointError) else "interrupted"
+                    summary = self._rescue(error, status)
+                    if interrupts.received is not None and summary is not None and status == "interrupted":
+                        raise Interrupted(interrupts.received, summary) from error
                     raise
             finished = self.loop_config.reached(self.loop)
             summary = self._summary("finished" if finished else "interrupted" if interrupts() else "stopped")
@@ -205,15 +209,16 @@ class _Run:
         for record in sorted(records, key=lambda record: record["global_step"]):
             self.log.write({k: v for k, v in record.items() if k != "global_step"}, int(record["global_step"]), timed=False)
 
-    def _rescue(self, error: BaseException) -> None:
-        """Save the last good state of a run that fails, and say so in the summary; the error itself is what the user is told."""
+    def _rescue(self, error: BaseException, status: str) -> dict[str, Any] | None:
+        """Save the last good state of a run that ends before its time, and say so in the summary, which is ``None`` where it cannot be written."""
         if self.loop.num_updates > self.first_update and not isinstance(error, CheckpointError):
             try:
                 self.saver.save_last(self.state, self.loop)
             except (CheckpointError, OSError) as another:
                 warnings.warn(str(another), RuntimeWarning, stacklevel=2)
         with contextlib.suppress(OSError):
-            self._summary("failed", error=f"{type(error).__name__}: {error}")
+            return self._summary(status, error=f"{type(error).__name__}: {error}")
+        return None
 
     def _final_evaluation(self) -> dict[str, float]:
         """Evaluate the last state on episodes that chose nothing; the same for the best state is returned."""

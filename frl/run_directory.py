@@ -16,7 +16,7 @@ from datetime import datetime
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
-from frl.atomic import write_atomically
+from frl.atomic import sync_directory, write_atomically
 from frl.checkpoint import CheckpointError
 
 MANIFEST = "run-manifest.json"
@@ -37,6 +37,7 @@ class RunDirectory:
         stamp = datetime.fromtimestamp(now // 10**9).strftime("%Y%m%d_%H%M%S")
         path = Path(output_dir) / f"{name}_{stamp}_{now % 10**9:09d}"
         path.mkdir(parents=True, exist_ok=False)
+        sync_directory(path.parent)
         return cls(path, name)
 
     def checkpoint(self, kind: str, step: int) -> Path:

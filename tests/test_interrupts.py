@@ -112,6 +112,22 @@ def test_in_python_the_interrupt_is_raised_after_everything_was_saved(tmp_path: 
     assert "once more ends at once" in capfd.readouterr().err
 
 
+def test_an_error_after_a_signal_is_taken_for_its_consequence(tmp_path: Path):
+    """Ctrl-C reaches the workers of an environment and the compiler too."""
+
+    def press(event: Event) -> None:
+        if event.num_updates == 2:
+            signal.raise_signal(signal.SIGINT)
+            raise BrokenPipeError("a worker has gone")
+
+    with pytest.raises(Interrupted) as caught:
+        train_from_config(tiny(tmp_path, iterations=5), callbacks=[press])
+    assert isinstance(caught.value.__cause__, BrokenPipeError)
+    summary = caught.value.summary
+    assert (summary["status"], summary["num_updates"], summary["error"]) == ("interrupted", 2, "BrokenPipeError: a worker has gone")
+    assert train_from_config(tiny(tmp_path, iterations=5), resume="latest", run=summary["run_directory"])["num_updates"] == 5
+
+
 def test_a_run_that_reaches_its_budget_anyway_is_finished(tmp_path: Path):
     def press(event: Event) -> None:
         if event.num_updates == 2:

@@ -227,7 +227,7 @@ def test_a_lost_best_file_has_no_stand_in(tmp_path: Path, how: str):
         train_from_config(tiny(tmp_path, iterations=4, **MEMORY), resume="best", run=done["run_directory"])
 
 
-def test_a_file_that_was_exchanged_for_another_is_not_taken(tmp_path: Path):
+def test_a_file_that_was_exchanged_for_another_is_not_taken(tmp_path: Path, report: Callable[[str], None]):
     """Each file is whole in itself; the manifest knows which is which."""
     options: dict[str, Any] = {"save_frequency_updates": 1, "final_eval_episodes": 0}
     done = train_from_config(tiny(tmp_path, iterations=3, **options))
@@ -242,6 +242,7 @@ def test_a_file_that_was_exchanged_for_another_is_not_taken(tmp_path: Path):
         assert resumed["resumed_from"] == str(middle)
         with pytest.raises(CheckpointError, match="is not the file that its run wrote"):
             train_from_config(tiny(tmp_path, iterations=4, **options), resume=newest)
+    report("faults, exchanged checkpoint files: 4 of 4 found")
     newest.write_bytes(own)
     # A copy elsewhere is a file like any other.
     copy = tmp_path / "copy.safetensors"
