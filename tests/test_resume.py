@@ -17,8 +17,9 @@ import torch
 import frl
 from frl.checkpoint import CheckpointError, read_checkpoint, restore, save_checkpoint
 from frl.config import ConfigError, RunConfig, parse_run_config
+from frl.resume import SavedRun
 from frl.run import train_from_config
-from frl.run_directory import MANIFEST, resolve_resume
+from frl.run_directory import MANIFEST, resolve_resume, resume_candidates
 from tests.tiny_runs import HORIZON, ROWS, directories, final_state, mapping, same_bits, strict_json, tiny, untimed, without_nan
 
 
@@ -75,6 +76,59 @@ def test_a_manifest_of_another_version_is_refused(tmp_path: Path, text: str, wor
     (tmp_path / MANIFEST).write_text(text)
     with pytest.raises(CheckpointError, match=words):
         resolve_resume("latest", tmp_path)
+
+
+@pytest.mark.parametrize("kept", [3, [3], [{"path": "a"}], [{"sha256": "x"}], {"a": 1}, None])
+def test_a_list_of_checkpoints_that_cannot_be_read_is_said(tmp_path: Path, kept: Any):
+    (tmp_path / MANIFEST).write_text(json.dumps({"schema_version": 1, "checkpoints": {"latest": "a"}, "kept": kept}))
+    with pytest.raises(CheckpointError, match="its list of checkpoints cannot be read"):
+        resume_candidates("latest", tmp_path)
+
+
+def test_the_list_of_checkpoints_stays_inside_its_directory(tmp_path: Path):
+    listed = [{"path": "a", "sha256": "1"}, {"path": "../b", "sha256": "2"}]
+    (tmp_path / MANIFEST).write_text(json.dumps({"schema_version": 1, "checkpoints": {"latest": "a"}, "kept": listed}))
+    with pytest.raises(CheckpointError, match="inside the run directory"):
+        resume_candidates("latest", tmp_path)
+
+
+def test_candidates_are_the_newest_first_and_each_once(tmp_path: Path):
+    done = train_from_config(tiny(tmp_path, iterations=4, **{**MEMORY, "save_frequency_updates": 1}))
+    manifest = strict_json((Path(done["run_directory"]) / MANIFEST).read_text())
+    found = resume_candidates("latest", done["run_directory"])
+    assert [one.path for one in found] == [Path(done["run_directory"]) / file["path"] for file in manifest["kept"]]
+    assert [one.sha256 for one in found] == [file["sha256"] for file in manifest["kept"]]
+    assert found[0].path == Path(done["latest_checkpoint_path"])
+    (best,) = resume_candidates("best", done["run_directory"])
+    assert best.path == Path(done["best_checkpoint_path"])
+    assert resume_candidates(None, None) == ()
+
+
+def test_a_file_given_by_name_needs_no_manifest(tmp_path: Path):
+    done = train_from_config(tiny(tmp_path, iterations=1))
+    for damage in (lambda path: path.write_text("{"), lambda path: path.unlink()):
+        damage(Path(done["run_directory"]) / MANIFEST)
+        assert train_from_config(tiny(tmp_path), resume=done["latest_checkpoint_path"])["num_updates"] == 2
+
+
+def test_what_a_checkpoint_of_a_run_lacks_is_listed(tmp_path: Path):
+    done = train_from_config(tiny(tmp_path, iterations=1))
+    tensors, metadata = read_checkpoint(done["latest_checkpoint_path"])
+
+    def saved(tensors: dict[str, Any], metadata: dict[str, Any]) -> Path:
+        return save_checkpoint(tmp_path / "a.safetensors", tensors, {name: part for name, part in metadata.items() if name != "schema_version"})
+
+    assert SavedRun.read(saved(tensors, metadata)).loop["num_updates"] == 1
+    for name in ("loop", "config", "schedule", "environment", "fingerprint"):
+        with pytest.raises(CheckpointError, match=f"not a checkpoint of a run: its metadata lack {name}"):
+            SavedRun.read(saved(tensors, {key: part for key, part in metadata.items() if key != name}))
+    loop = {name: value for name, value in metadata["loop"].items() if name != "best_eval_value"}
+    with pytest.raises(CheckpointError, match=r"lack loop\.best_eval_value"):
+        SavedRun.read(saved(tensors, {**metadata, "loop": loop}))
+    with pytest.raises(CheckpointError, match=r"lack loop\.train_history$"):
+        SavedRun.read(saved({name: x for name, x in tensors.items() if name != "loop.train_history"}, metadata))
+    with pytest.raises(CheckpointError, match="damaged .*layout of a history"):
+        SavedRun.read(saved(tensors, {**metadata, "loop": {**metadata["loop"], "train_history": [[7, ["a"]]]}}))
 
 
 def test_a_checkpoint_that_is_not_of_a_run_is_refused(tmp_path: Path):

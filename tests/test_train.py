@@ -151,6 +151,39 @@ def test_the_start_state_is_left_as_it_was():
     assert float(state.params["w"]) == 4.0
 
 
+@pytest.mark.parametrize("budget", [{"total_updates": 9}, {"total_timesteps": 9 * STEPS}])
+def test_stopping_after_so_many_updates_of_this_call(budget: dict[str, int]):
+    config = LoopConfig(**budget, stop_after_updates=2)
+    state, loop = first_state(), None
+    for reached in (2, 4, 6, 8, 9, 9):
+        state, loop = train(counting(), state, config, loop=loop)
+        assert loop.num_updates == reached
+        assert config.reached(loop) == (reached == 9)
+
+
+def test_asked_to_stop_the_loop_ends_after_the_update_and_what_is_due_at_it():
+    asked: list[int] = []
+    seen: dict[str, list[int]] = {"record": [], "save": []}
+
+    def stop() -> bool:
+        asked.append(1)
+        return len(asked) == 4
+
+    config = LoopConfig(total_updates=9, eval_frequency_steps=2 * STEPS, save_frequency_updates=4, log_frequency_updates=5)
+    state, loop = train(
+        counting(),
+        first_state(),
+        config,
+        evaluate=scoring([1.0, 1.0]),
+        stop=stop,
+        on_record=lambda values, step: seen["record"].append(step // STEPS),
+        on_save=lambda state, loop, kind: seen["save"].append(loop.num_updates),
+    )
+    assert (loop.num_updates, int(state.counters["updates"])) == (4, 4)
+    assert [entry["global_step"] for entry in loop.eval_history] == [2 * STEPS, 4 * STEPS]
+    assert seen == {"record": [2, 4, 4], "save": [2, 4]}
+
+
 # ---- records ----
 
 
