@@ -32,6 +32,7 @@ _ROOMS: dict[str, tuple[str, ...]] = {
     "frl.algorithms.record": ("make_recorder",),
     "frl.algorithms.registry": ("build_algo", "get_registered_algo_names", "register_algo"),
     "frl.algorithms.shac": ("ShacConfig", "make_shac", "shac_gradient"),
+    "frl.callbacks": ("Callback", "Event"),
     "frl.checkpoint": ("CheckpointError", "read_checkpoint", "save_checkpoint"),
     "frl.compile": ("compile_seconds", "graph_count", "jit"),
     "frl.config": ("ConfigError", "RunConfig", "load_run_config", "parse_run_config"),
@@ -56,6 +57,7 @@ _ROOMS: dict[str, tuple[str, ...]] = {
         "merge_stats",
         "stats_metrics",
     ),
+    "frl.interrupts": ("Interrupted",),
     "frl.losses": (
         "adaptive_learning_rate",
         "apg_loss",

@@ -136,6 +136,8 @@ def _build(config: RunConfig, source: str, schedule_updates: int | None, opened:
         best_eval_metric=cfg.best_eval_metric,
         best_eval_mode=cfg.best_eval_mode,
         save_frequency_updates=cfg.save_frequency_updates,
+        save_frequency_steps=cfg.save_freq,
+        save_frequency_seconds=60.0 * cfg.save_frequency_minutes,
         log_frequency_updates=max(1, (updates if updates is not None else (timesteps or 0) // horizon) // 250),
         skip_nonfinite_updates=algo_cfg.get("skip_nonfinite_updates", True),
     )

@@ -27,7 +27,8 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--resume", metavar="FILE|latest|best", help="checkpoint to continue from")
     train.add_argument("--run", metavar="DIR", help="run directory of --resume latest or best")
     train.add_argument("--resume-scheduler", choices=("restore", "restart"), default="restore", help="continue the learning-rate schedule or begin it anew")
-    train.add_argument("--profile", action="store_true", help="write a torch profiler trace of a few updates")
+    train.add_argument("--stop-after", type=_positive, metavar="N", help="stop after N updates of this process, to go on later; schedules stay as they are")
+    train.add_argument("--profile", action="store_true", help="write a torch profiler trace of a few updates and print the seconds of each part of the loop")
     train.add_argument("--quiet", action="store_true", help="no live line")
 
     for module in (evaluate, plot, render, runs):
@@ -44,6 +45,13 @@ def _parser() -> argparse.ArgumentParser:
     for command in commands.choices.values():
         command.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show tracebacks")
     return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text}")
+    return value
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -87,18 +95,25 @@ def _train(arguments: argparse.Namespace) -> int:
         return _fail(ValueError("--resume latest or best needs --run"), 2)
     if arguments.resume_scheduler == "restart" and arguments.resume is None:
         return _fail(ValueError("--resume-scheduler restart needs --resume"), 2)
+    from frl.interrupts import Interrupted
     from frl.run import train_from_config
 
     warnings.filterwarnings("once", category=RuntimeWarning, module="frl")
-    summary = train_from_config(
-        arguments.config,
-        resume=arguments.resume,
-        run=arguments.run,
-        resume_scheduler=arguments.resume_scheduler,
-        profile=arguments.profile,
-        overrides=arguments.overrides,
-        progress=not arguments.quiet,
-    )
+    try:
+        summary = train_from_config(
+            arguments.config,
+            resume=arguments.resume,
+            run=arguments.run,
+            resume_scheduler=arguments.resume_scheduler,
+            stop_after=arguments.stop_after,
+            profile=arguments.profile,
+            overrides=arguments.overrides,
+            progress=not arguments.quiet,
+        )
+    except Interrupted as interrupt:
+        _report(interrupt.summary)
+        print(f"frl: {interrupt}", file=sys.stderr)
+        return interrupt.exit_code
     _report(summary)
     return 0
 
@@ -121,7 +136,23 @@ def _report(summary: dict[str, Any]) -> None:
     for name, value in rows:
         table.add_row(name, value)
     Console(soft_wrap=True).print(table)
+    if summary["phases"]:
+        Console(soft_wrap=True).print(_phases(summary["phases"]))
     print(f"run: {summary['run_directory']}")  # a table cuts at the width of the terminal
+    if summary["status"] in ("stopped", "interrupted"):
+        print(f"{summary['status']} before its budget; go on with --resume latest --run {summary['run_directory']}")
+
+
+def _phases(rows: list[dict[str, Any]]) -> Any:
+    from rich.table import Table
+
+    table = Table(title="seconds of the loop", title_justify="left", box=None, pad_edge=False)
+    for name in ("phase", "calls", "seconds", "share", "steady ms/call"):
+        table.add_column(name, justify="left" if name == "phase" else "right")
+    for row in rows:
+        steady = f"{row['steady_ms']:.2f}" if math.isfinite(row["steady_ms"]) else "-"
+        table.add_row(row["phase"], str(row["calls"]), f"{row['seconds']:.3f}", f"{row['share']:.1%}", steady)
+    return table
 
 
 def _check(arguments: argparse.Namespace) -> int:

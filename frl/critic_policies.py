@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from frl import rng
 from frl.heads import head_for
-from frl.networks import Network, check_size
+from frl.networks import Network
 from frl.policies import Policy, as_network
 from frl.policy_registry import POLICIES, observation_dim, resolve_policy_obs_groups
 from frl.types import Params
+from frl.validate import require_count, require_switch
 
 ACTION_STD_RANGE = (1e-6, 1e6)
 
@@ -69,13 +70,12 @@ def actor_critic(
             :func:`~frl.policies.actor_only` refuses.
         TypeError: for a space of another kind or a value of the wrong kind.
     """
-    obs_dim = check_size("obs_dim", obs_dim)
+    obs_dim = require_count("obs_dim", obs_dim)
     if critic_obs_dim is None and critic_obs_groups not in (None, obs_groups):
         raise ValueError(f"critic_obs_groups {list(critic_obs_groups or ())} differ from the actor's: give critic_obs_dim, the features that they have")
-    critic_dim = obs_dim if critic_obs_dim is None else check_size("critic_obs_dim", critic_obs_dim)
+    critic_dim = obs_dim if critic_obs_dim is None else require_count("critic_obs_dim", critic_obs_dim)
     for name, value in (("actor_obs_normalization", actor_obs_normalization), ("critic_obs_normalization", critic_obs_normalization)):
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} must be a bool, got {value!r}")
+        require_switch(name, value)
     low, high = ACTION_STD_RANGE
     head = head_for(
         action_space,

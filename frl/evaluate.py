@@ -10,7 +10,6 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from torch import Tensor
 from frl import rng
 from frl.algorithms.play import check_fit, make_begin, make_play
 from frl.types import Normalizer, Params, PyTree
+from frl.validate import require_count
 
 MODES = ("per_env_quota", "first_n")
 _OWN = ("row", "truncated", "episode_return", "episode_length", "success", "nonfinite", "valid")  # what is no value of the environment's
@@ -54,14 +54,6 @@ class EvaluationResult:
     @property
     def episodes(self) -> int:
         return len(self.returns)
-
-
-def _count(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name} must be a positive integer, got {value!r}")
-    if value < 1:
-        raise ValueError(f"{name} must be a positive integer, got {value!r}")
-    return int(value)
 
 
 def episode_keys(seed: int | Tensor, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
@@ -105,14 +97,14 @@ def make_evaluator(
     if mode not in MODES:
         raise ValueError(f"evaluation mode must be one of {', '.join(MODES)}, got {mode!r}")
     if max_steps is not None:
-        max_steps = _count("max_steps", max_steps)
+        max_steps = require_count("max_steps", max_steps)
     check_fit(env, policy, "evaluation")
     limit = env.spec.max_episode_steps
     if limit is None and max_steps is None:
         raise ValueError(f"environment {env.spec.name!r} has no time limit, so an episode may never end; pass max_steps")
     if limit is not None and getattr(env, "autoreset", None) == "next_step":
         limit += 1  # vector steps of an episode: the one that resets its row is none of the episode's
-    chunk = min(_count("chunk", chunk), limit or chunk)
+    chunk = min(require_count("chunk", chunk), limit or chunk)
     unroll = make_play(env, policy, normalizer, record=("metrics",), length=chunk, deterministic=deterministic, clip_actions=clip_actions, mode=compile_mode)
     begin = make_begin(env, mode=compile_mode)
 
@@ -125,7 +117,7 @@ def make_evaluator(
         env_params: PyTree = None,
         on_step: Callable[[dict[str, Any]], None] | None = None,
     ) -> EvaluationResult:
-        num_episodes = _count("num_episodes", num_episodes)
+        num_episodes = require_count("num_episodes", num_episodes)
         k_env, k_noise = episode_keys(seed, env.device)
         env_params = env.default_params if env_params is None else env_params
         rows = env.num_envs
@@ -242,7 +234,7 @@ def evaluate_episodes(
         on_step: called with the numpy values of every vector step.
         **options: of :func:`make_evaluator`.
     """
-    num_episodes = _count("num_episodes", num_episodes)
+    num_episodes = require_count("num_episodes", num_episodes)
     objects = (env, policy, normalizer)
     key = (*(id(x) for x in objects), tuple(sorted(options.items(), key=lambda item: item[0])))
     if key not in _recent:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import copy
 import difflib
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +21,7 @@ from torch.nn.parameter import is_lazy
 from frl import rng
 from frl.registry import Registry
 from frl.types import Params
+from frl.validate import require_count, require_number, require_switch
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -65,36 +64,16 @@ def check_keys(what: str, given: Iterable[Any], allowed: Iterable[str]) -> None:
             raise ValueError(f"unknown key {key!r} in {what}{hint} (known: {', '.join(allowed)})")
 
 
-def check_size(name: str, value: Any) -> int:
-    """``value`` as an ``int``.
-
-    Args:
-        name: what messages call it.
-        value: an integer of at least 1.
-
-    Raises:
-        TypeError: it is not an integer; ``bool`` is not one.
-        ValueError: it is below 1.
-    """
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name} must be an integer, got {value!r}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value!r}")
-    return int(value)
-
-
 def _gains(orthogonal_init: Any, count: int) -> list[float] | None:
     """One gain per linear layer, or ``None`` for the default initialisation."""
     if orthogonal_init is None:
         return None
     each = isinstance(orthogonal_init, Sequence) and not isinstance(orthogonal_init, str)
     gains: list[Any] = list(orthogonal_init) if each else [orthogonal_init] * count
-    for gain in gains:
-        if isinstance(gain, bool) or not isinstance(gain, Real) or not math.isfinite(gain) or gain < 0:
-            raise ValueError(f"orthogonal_init must be a finite number >= 0 or a list of them, got {orthogonal_init!r}")
+    gains = [require_number("orthogonal_init", gain, at_least=0.0) for gain in gains]
     if len(gains) != count:
         raise ValueError(f"orthogonal_init has {len(gains)} gains but the network has {count} linear layers")
-    return [float(gain) for gain in gains]
+    return gains
 
 
 def orthogonal(key: Tensor, shape: tuple[int, int], gain: float = 1.0) -> Tensor:
@@ -169,15 +148,14 @@ def mlp(
 
     Raises:
         ValueError: for a size below 1, an unknown activation, a wrong gain or number of gains, a dropout.
-        TypeError: for a size that is not an integer.
+        TypeError: for sizes that are not a list.
     """
     if not isinstance(hidden_sizes, Sequence) or isinstance(hidden_sizes, str):
         raise TypeError(f"hidden_sizes must be a list of integers, got {hidden_sizes!r}")
-    sizes = [check_size("input_dim", input_dim), *(check_size("hidden_sizes", size) for size in hidden_sizes), check_size("output_dim", output_dim)]
+    sizes = [require_count("input_dim", input_dim), *(require_count("hidden_sizes", size) for size in hidden_sizes), require_count("output_dim", output_dim)]
     if isinstance(dropout_p, bool) or dropout_p != 0:
         raise ValueError(f"dropout_p must be 0, got {dropout_p!r}: a rollout is a deterministic function of its noise block, and dropout would draw more noise")
-    if not isinstance(use_layernorm, bool):
-        raise TypeError(f"use_layernorm must be a bool, got {use_layernorm!r}")
+    require_switch("use_layernorm", use_layernorm)
     count = len(sizes) - 1
     gains = _gains(orthogonal_init, count)
     hidden_fn: Activation = activation if callable(activation) else ACTIVATIONS.get(activation)
@@ -273,7 +251,7 @@ def module_network(module: nn.Module, *, input_dim: int | None = None) -> Networ
         trial = {name: b.clone() for name, b in buffers.items()}
         versions = {name: b._version for name, b in trial.items()}
         like = next((p for p in (*initial.values(), *fixed.values(), *trial.values()) if p.is_floating_point()), torch.zeros(()))
-        x = like.new_zeros(2, check_size("input_dim", input_dim))
+        x = like.new_zeros(2, require_count("input_dim", input_dim))
         with torch.no_grad(), torch.random.fork_rng(devices=[x.device] if x.is_cuda else []):
             generator = torch.cuda.get_rng_state(x.device) if x.is_cuda else torch.get_rng_state()
             torch.func.functional_call(own, {**initial, **fixed, **trial}, (x,))

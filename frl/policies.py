@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from frl import rng
 from frl.distributions import Distribution, Sample
 from frl.heads import head_for
-from frl.networks import Network, build_mlp_from_cfg, check_size, module_network
+from frl.networks import Network, build_mlp_from_cfg, module_network
 from frl.policy_registry import (
     POLICIES,
     build_policy,
@@ -28,6 +28,7 @@ from frl.policy_registry import (
     resolve_policy_obs_groups,
 )
 from frl.types import Params
+from frl.validate import require_count
 
 __all__ = [
     "Policy",
@@ -153,7 +154,7 @@ def actor_only(
             ``log_std_range``, a network of another output size, and whatever the network and the distribution refuse.
         TypeError: for a space of another kind or a value of the wrong kind.
     """
-    obs_dim = check_size("obs_dim", obs_dim)
+    obs_dim = require_count("obs_dim", obs_dim)
     head = head_for(
         action_space,
         default_range=LOG_STD_RANGE,

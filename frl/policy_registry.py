@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from gymnasium import spaces
 
-from frl.networks import check_keys, check_size
+from frl.networks import check_keys
 from frl.registry import Registry
+from frl.validate import require_count
 
 if TYPE_CHECKING:
     from frl.policies import Policy
@@ -114,7 +115,7 @@ def observation_dim(space: spaces.Space | int, groups: Sequence[str] | None = No
     if isinstance(space, spaces.Box) and len(space.shape) == 1:
         return space.shape[0]
     if isinstance(space, Integral):
-        return check_size("observation space", space)
+        return require_count("observation space", space)
     raise TypeError(f"an observation space must be an int, a Box of shape (O,) or a Dict of boxes, got {space}")
 
 
@@ -131,7 +132,7 @@ def _continuous_action_dim(space: spaces.Space | int) -> int:
     if isinstance(space, spaces.Box) and len(space.shape) == 1 and np.issubdtype(space.dtype, np.floating):
         return space.shape[0]
     if isinstance(space, Integral):
-        return check_size("action space", space)
+        return require_count("action space", space)
     raise TypeError(f"the policy needs a continuous action space, an int or a floating-point Box of shape (A,), got {space}")
 
 

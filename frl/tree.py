@@ -58,8 +58,8 @@ def items(tree: PyTree) -> list[tuple[str, Any]]:
     return builtins.list(zip(names, values, strict=True))
 
 
-def check_same(got: PyTree, expected: PyTree, what: str = "tree") -> None:
-    """Raise ``ValueError`` that lists, by key path, every difference of structure, shape or dtype between two trees of tensors."""
+def differences(got: PyTree, expected: PyTree) -> list[str]:
+    """Every difference of structure, shape or dtype between two trees of tensors, one line for each key path."""
     have, want = dict(items(got)), dict(items(expected))
     problems = [f"{name}: missing" for name in want if name not in have]
     problems += [f"{name}: unexpected" for name in have if name not in want]
@@ -75,6 +75,12 @@ def check_same(got: PyTree, expected: PyTree, what: str = "tree") -> None:
             problems.append(f"{name}: got {a.dtype}, expected {b.dtype}")
     if not problems and structure(got) != structure(expected):
         problems.append(f"got structure {structure(got)}, expected {structure(expected)}")
+    return problems
+
+
+def check_same(got: PyTree, expected: PyTree, what: str = "tree") -> None:
+    """Raise ``ValueError`` that lists the :func:`differences` of two trees of tensors."""
+    problems = differences(got, expected)
     if problems:
         raise ValueError(f"{what} does not match:\n  " + "\n  ".join(problems))
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from frl import rng
-from frl.envs.check import check_env, require_count, require_number, space_dtype
+from frl.envs.check import check_env, space_dtype
 from frl.envs.double_integrator import double_integrator
 from frl.envs.env import Env, EnvSpec
 from frl.envs.pendulum import pendulum
@@ -314,14 +314,5 @@ def test_arguments_are_checked():
                 check_env(pendulum(), **{name: value})
 
 
-def test_require_number_and_count():
-    assert require_number("x", 3, above=2) == 3.0
-    assert require_number("x", np.float32(0.5)) == 0.5
-    with pytest.raises(ValueError, match=r"^x must be a finite number above 0 and at most 1, got 2$"):
-        require_number("x", 2, above=0.0, at_most=1.0)
-    with pytest.raises(ValueError, match=r"^x must be a finite number, got nan$"):
-        require_number("x", math.nan)
-    assert require_count("n", np.int64(3)) == 3
-    with pytest.raises(ValueError, match=r"^n must be an integer of at least 1, got True$"):
-        require_count("n", True)
+def test_space_dtypes():
     assert space_dtype(torch.float64) is np.float64

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,8 @@ import pytest
 import torch
 
 import frl
+from frl import run as runs
+from frl.callbacks import Event
 from frl.cli import main
 from frl.config import write_yaml
 from frl.envs.double_integrator import double_integrator
@@ -115,9 +118,33 @@ def test_a_run_is_resumed_from_the_command_line(run_file: Path):
     assert len(outputs(run_file)) == 3
 
 
-def test_a_profile_flag(run_file: Path):
-    assert train(run_file, "--profile", "--set", "trainer.iterations=6") == 0
+def test_a_profile_flag(run_file: Path, capsys: pytest.CaptureFixture[str]):
+    assert train(run_file, "--profile", "--set", "trainer.iterations=6", "--set", "trainer.save_frequency_updates=2") == 0
     assert (outputs(run_file)[0] / "profile.json").is_file()
+    out = capsys.readouterr().out
+    rows = {line.split()[0]: line.split() for line in out.splitlines() if line.strip()}
+    assert rows["phase"] == ["phase", "calls", "seconds", "share", "steady", "ms/call"]
+    assert [rows[name][1] for name in ("collect", "update", "saving", "logging")] == ["6", "6", "3", "6"]
+
+
+def test_a_run_is_stopped_and_says_how_to_go_on(run_file: Path, capsys: pytest.CaptureFixture[str]):
+    assert train(run_file, "--stop-after", "2", "--set", "trainer.iterations=5") == 0
+    (first,) = outputs(run_file)
+    out = capsys.readouterr().out
+    assert "2 (0 skipped)" in out
+    assert f"--resume latest --run {first}" in out
+    assert train(run_file, "--resume", "latest", "--run", str(first), "--set", "trainer.iterations=5") == 0
+    assert "go on with" not in capsys.readouterr().out
+    assert json.loads((outputs(run_file)[-1] / "summary.json").read_text())["num_updates"] == 5
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "1.5", "x", "true"])
+def test_a_stop_that_means_nothing(run_file: Path, capsys: pytest.CaptureFixture[str], value: str):
+    with pytest.raises(SystemExit) as caught:
+        train(run_file, "--stop-after", value)
+    assert caught.value.code == 2
+    assert "--stop-after" in capsys.readouterr().err
+    assert outputs(run_file) == []
 
 
 # ---- wrong calls: exit code 2, the key and the nearest one, no run directory ----
@@ -298,6 +325,29 @@ def test_an_interrupt(run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.setattr("frl.run.train_from_config", stop)
     assert train(run_file) == 130
     assert capsys.readouterr().err == "frl: interrupted\n"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_run_is_reported_and_says_how_to_go_on(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], number: signal.Signals, code: int
+):
+    train_from_config = runs.train_from_config
+
+    def press(event: Event) -> None:
+        if event.num_updates == 1:
+            signal.raise_signal(number)
+
+    def pressed(*args: Any, **options: Any) -> dict[str, Any]:
+        return train_from_config(*args, **options, callbacks=[press])
+
+    monkeypatch.setattr(runs, "train_from_config", pressed)
+    assert train(run_file, "--set", "trainer.iterations=50") == code
+    (directory,) = outputs(run_file)
+    out, err = capfd.readouterr()
+    assert "2 (0 skipped)" in out
+    assert f"--resume latest --run {directory}" in out
+    assert f"interrupted by {number.name} after update 2" in err
+    assert "Traceback" not in err
 
 
 # ---- check and list ----

@@ -262,13 +262,13 @@ def test_bad_gains_are_refused(gain):
     ("kwargs", "error", "text"),
     [
         ({"input_dim": 0}, ValueError, "input_dim"),
-        ({"input_dim": True}, TypeError, "input_dim"),
-        ({"output_dim": 2.0}, TypeError, "output_dim"),
+        ({"input_dim": True}, ValueError, "input_dim"),
+        ({"output_dim": 2.0}, ValueError, "output_dim"),
         ({"hidden_sizes": [4, -1]}, ValueError, "hidden_sizes"),
         ({"hidden_sizes": "64"}, TypeError, "hidden_sizes"),
         ({"hidden_sizes": 64}, TypeError, "hidden_sizes"),
         ({"dropout_p": 0.1}, ValueError, "dropout_p must be 0, got 0.1: a rollout is a deterministic function"),
-        ({"use_layernorm": "false"}, TypeError, "use_layernorm"),
+        ({"use_layernorm": "false"}, ValueError, "use_layernorm"),
     ],
 )
 def test_bad_arguments_are_refused(kwargs, error, text):

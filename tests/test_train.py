@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from frl import compile as compiler
+from frl import train as rooms
 from frl import tree
 from frl.evaluate import EvaluationResult
 from frl.train import LoopConfig, LoopState, metrics_to_host, train
@@ -90,6 +91,9 @@ def scoring(values: list[float], name: str = "eval/avg_reward", calls: list[Any]
         {"total_updates": 1.0},
         {"total_updates": 1, "eval_frequency_steps": -1},
         {"total_updates": 1, "save_frequency_updates": -1},
+        {"total_updates": 1, "save_frequency_steps": 1.5},
+        {"total_updates": 1, "save_frequency_seconds": math.nan},
+        {"total_updates": 1, "stop_after_updates": 0},
         {"total_updates": 1, "num_eval_episodes": 0},
         {"total_updates": 1, "num_eval_episodes": True},
         {"total_updates": 1, "log_frequency_updates": 0},
@@ -147,6 +151,39 @@ def test_the_start_state_is_left_as_it_was():
     assert float(state.params["w"]) == 4.0
 
 
+@pytest.mark.parametrize("budget", [{"total_updates": 9}, {"total_timesteps": 9 * STEPS}])
+def test_stopping_after_so_many_updates_of_this_call(budget: dict[str, int]):
+    config = LoopConfig(**budget, stop_after_updates=2)
+    state, loop = first_state(), None
+    for reached in (2, 4, 6, 8, 9, 9):
+        state, loop = train(counting(), state, config, loop=loop)
+        assert loop.num_updates == reached
+        assert config.reached(loop) == (reached == 9)
+
+
+def test_asked_to_stop_the_loop_ends_after_the_update_and_what_is_due_at_it():
+    asked: list[int] = []
+    seen: dict[str, list[int]] = {"record": [], "save": []}
+
+    def stop() -> bool:
+        asked.append(1)
+        return len(asked) == 4
+
+    config = LoopConfig(total_updates=9, eval_frequency_steps=2 * STEPS, save_frequency_updates=4, log_frequency_updates=5)
+    state, loop = train(
+        counting(),
+        first_state(),
+        config,
+        evaluate=scoring([1.0, 1.0]),
+        stop=stop,
+        on_record=lambda values, step: seen["record"].append(step // STEPS),
+        on_save=lambda state, loop, kind: seen["save"].append(loop.num_updates),
+    )
+    assert (loop.num_updates, int(state.counters["updates"])) == (4, 4)
+    assert [entry["global_step"] for entry in loop.eval_history] == [2 * STEPS, 4 * STEPS]
+    assert seen == {"record": [2, 4, 4], "save": [2, 4]}
+
+
 # ---- records ----
 
 
@@ -180,9 +217,15 @@ def test_every_update_is_shown():
 
 
 def test_speed_leaves_out_updates_that_compile(monkeypatch: pytest.MonkeyPatch):
-    graphs = iter([0, 1, 1, 1, 1, 1])
-    monkeypatch.setattr(compiler, "graph_count", lambda: next(graphs))
-    _, loop = train(counting(), first_state(), LoopConfig(total_updates=3))
+    inner, calls = counting(), []
+
+    def collect(state: TrainState) -> tuple[TrainState, Any]:
+        calls.append(state)
+        return inner.collect(state)
+
+    # The first update compiles a graph.
+    monkeypatch.setattr(compiler, "graph_count", lambda: min(len(calls), 1))
+    _, loop = train(inner._replace(collect=collect), first_state(), LoopConfig(total_updates=3))
     assert loop.steady_steps == 2 * STEPS
     assert loop.steps_per_second == loop.steady_steps / loop.steady_seconds
     assert math.isnan(LoopState().steps_per_second)
@@ -295,6 +338,28 @@ def test_periodic_saves():
     config = LoopConfig(total_updates=7, save_frequency_updates=3)
     train(counting(), first_state(), config, on_save=lambda state, loop, kind: saves.append((kind, loop.num_updates)))
     assert saves == [("periodic", 3), ("periodic", 6)]
+
+
+@pytest.mark.parametrize(("steps", "expected"), [(8, [1, 2, 3, 4, 5, 6]), (20, [3, 5]), (16, [2, 4, 6]), (100, [])])
+def test_saves_by_environment_steps(steps: int, expected: list[int]):
+    saves: list[int] = []
+    config = LoopConfig(total_updates=6, save_frequency_steps=steps)
+    train(counting(), first_state(), config, on_save=lambda state, loop, kind: saves.append(loop.num_updates))
+    assert saves == expected
+
+
+def test_saves_by_the_clock_count_from_the_last_save_of_any_kind(monkeypatch: pytest.MonkeyPatch):
+    saves: list[tuple[str, int]] = []
+    now = [0.0]
+    monkeypatch.setattr(rooms.time, "monotonic", lambda: now[0])
+
+    def tick(state: TrainState, loop: LoopState) -> None:
+        now[0] = 10.0 * loop.num_updates
+
+    config = LoopConfig(total_updates=8, save_frequency_seconds=25.0, eval_frequency_steps=4 * STEPS)
+    hooks: dict[str, Any] = {"evaluate": scoring([1.0, 2.0]), "on_update": tick, "on_save": lambda state, loop, kind: saves.append((kind, loop.num_updates))}
+    train(counting(), first_state(), config, **hooks)
+    assert saves == [("periodic", 3), ("best", 4), ("periodic", 7), ("best", 8)]
 
 
 # ---- a loop that is continued ----

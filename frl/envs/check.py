@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +19,7 @@ from torch.func import grad, vmap
 
 from frl import rng, tree
 from frl.envs.env import Env
+from frl.validate import require_count, require_number
 
 MAX_KINK_FRACTION = 0.05
 ROWS_PER_BATCH = 65536  # perturbed rows that are played at once
@@ -258,22 +258,6 @@ def _rows(mask: Tensor) -> tuple[int, ...]:
 
 def _name_rows(rows: Sequence[int]) -> str:
     return ", ".join(map(str, rows[:8])) + (", ..." if len(rows) > 8 else "")
-
-
-def require_count(name: str, value: Any) -> int:
-    """The value as an int; ``ValueError`` unless it is an integer of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-        raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-    return int(value)
-
-
-def require_number(name: str, value: Any, *, above: float = -math.inf, at_least: float = -math.inf, at_most: float = math.inf) -> float:
-    """The value as a float; ``ValueError`` unless it is a finite number within the bounds."""
-    limits = [f"{word} {bound:g}" for word, bound in (("above", above), ("at least", at_least), ("at most", at_most)) if math.isfinite(bound)]
-    number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
-    if not (math.isfinite(number) and number > above and at_least <= number <= at_most):
-        raise ValueError(f"{name} must be a finite number {' and '.join(limits)}".rstrip() + f", got {value!r}")
-    return number
 
 
 def space_dtype(dtype: torch.dtype) -> type[np.floating]:

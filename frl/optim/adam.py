@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from frl.optim.transform import boolean, cast, dtypes, is_zero, map_unzip, new_count, number, read, zeros_like
+from frl.optim.transform import cast, dtypes, is_zero, map_unzip, new_count, read, zeros_like
 from frl.types import Optimizer, Params, PyTree
+from frl.validate import require_number, require_switch
 
 
 class AdamState(NamedTuple):
@@ -94,15 +95,15 @@ def adamw(
 def _make(
     owner: str, learning_rate: Any, betas: Any, eps: Any, weight_decay: Any, amsgrad: Any, maximize: Any, decoupled: Any, flags: dict[str, Any]
 ) -> Optimizer:
-    learning_rate = number(owner, "learning_rate", learning_rate)
+    learning_rate = require_number(f"{owner}: learning_rate", learning_rate, at_least=0.0)
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
         raise ValueError(f"{owner}: betas must be two numbers in [0, 1), got {betas!r}")
-    beta1, beta2 = (number(owner, f"betas[{i}]", beta, "[0, 1)") for i, beta in enumerate(betas))
-    eps, weight_decay = number(owner, "eps", eps), number(owner, "weight_decay", weight_decay)
-    amsgrad, maximize = boolean(owner, "amsgrad", amsgrad), boolean(owner, "maximize", maximize)
-    decoupled = boolean(owner, "decoupled_weight_decay", decoupled)
+    beta1, beta2 = (require_number(f"{owner}: betas[{i}]", beta, at_least=0.0, below=1.0) for i, beta in enumerate(betas))
+    eps, weight_decay = require_number(f"{owner}: eps", eps, at_least=0.0), require_number(f"{owner}: weight_decay", weight_decay, at_least=0.0)
+    amsgrad, maximize = require_switch(f"{owner}: amsgrad", amsgrad), require_switch(f"{owner}: maximize", maximize)
+    decoupled = require_switch(f"{owner}: decoupled_weight_decay", decoupled)
     for name, value in flags.items():
-        boolean(owner, name, value, optional=True)
+        require_switch(f"{owner}: {name}", value, optional=True)
 
     def init(params: Params) -> AdamState:
         return AdamState(count=new_count(params), mu=zeros_like(params), nu=zeros_like(params), nu_max=zeros_like(params) if amsgrad else ())

@@ -18,9 +18,9 @@ from frl.optim.adam import adam, adamw
 from frl.optim.rmsprop import rmsprop
 from frl.optim.schedules import Schedule, constant_schedule, cosine_schedule, exponential_schedule, linear_schedule, step_schedule
 from frl.optim.sgd import sgd
-from frl.optim.transform import number, positive_int
 from frl.registry import Registry
 from frl.types import Optimizer
+from frl.validate import require_count, require_number
 
 _Cfg = TypeVar("_Cfg")
 _OPTIMIZERS = Registry("optimizer")
@@ -51,7 +51,7 @@ class OptimizerCfg:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kwargs", _copied("optimizer", self.kwargs))
-        object.__setattr__(self, "learning_rate", number("optimizer", "learning_rate", self.learning_rate))
+        object.__setattr__(self, "learning_rate", require_number("optimizer: learning_rate", self.learning_rate, at_least=0.0))
         build_optimizer(self)
         object.__setattr__(self, "name", self.name.lower())
 
@@ -118,7 +118,7 @@ def bind_scheduler_horizon(cfg: LRSchedulerCfg, n: int) -> LRSchedulerCfg:
     Raises:
         ValueError: if ``n`` is not a whole number above 0.
     """
-    n = positive_int("lr_scheduler", "the number of updates", n)
+    n = require_count("lr_scheduler: the number of updates", n)
     if not scheduler_needs_horizon(cfg):
         return cfg
     return dataclasses.replace(cfg, kwargs={**cfg.kwargs, _SCHEDULERS.get(str(cfg.name)).horizon: n})

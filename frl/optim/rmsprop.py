@@ -11,8 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from frl.optim.transform import boolean, cast, dtypes, is_zero, map_unzip, new_count, number, read, zeros_like
+from frl.optim.transform import cast, dtypes, is_zero, map_unzip, new_count, read, zeros_like
 from frl.types import Optimizer, Params, PyTree
+from frl.validate import require_number, require_switch
 
 
 class RMSpropState(NamedTuple):
@@ -66,12 +67,12 @@ def rmsprop(
         ValueError: for an option out of its range.
     Source: Tieleman and Hinton 2012, lecture 6.5; centered: Graves 2013, equations 38 to 45, with ``eps`` outside the root, as in ``torch.optim.RMSprop``.
     """
-    learning_rate, eps = number("rmsprop", "learning_rate", learning_rate), number("rmsprop", "eps", eps)
-    alpha, momentum = number("rmsprop", "alpha", alpha, "[0, 1)"), number("rmsprop", "momentum", momentum, "[0, 1]")
-    weight_decay = number("rmsprop", "weight_decay", weight_decay)
-    centered, maximize = boolean("rmsprop", "centered", centered), boolean("rmsprop", "maximize", maximize)
+    learning_rate, eps = require_number("rmsprop: learning_rate", learning_rate, at_least=0.0), require_number("rmsprop: eps", eps, at_least=0.0)
+    alpha, momentum = require_number("rmsprop: alpha", alpha, at_least=0.0, below=1.0), require_number("rmsprop: momentum", momentum, at_least=0.0, at_most=1.0)
+    weight_decay = require_number("rmsprop: weight_decay", weight_decay, at_least=0.0)
+    centered, maximize = require_switch("rmsprop: centered", centered), require_switch("rmsprop: maximize", maximize)
     for name, value in {"capturable": capturable, "foreach": foreach, "differentiable": differentiable}.items():
-        boolean("rmsprop", name, value, optional=True)
+        require_switch(f"rmsprop: {name}", value, optional=True)
 
     def init(params: Params) -> RMSpropState:
         mean, trace = zeros_like(params) if centered else (), zeros_like(params) if momentum else ()

@@ -14,7 +14,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from frl.optim.transform import number, positive_int
+from frl.validate import require_count, require_number
 
 Schedule: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
@@ -40,9 +40,9 @@ def linear_schedule(total_iters: int, start_factor: float = 1.0, end_factor: flo
         ValueError: for an option out of its range.
     Source: ``torch.optim.lr_scheduler.LinearLR`` (there ``end_factor`` is 1 by default).
     """
-    total_iters = positive_int("linear schedule", "total_iters", total_iters)
-    start_factor = number("linear schedule", "start_factor", start_factor, "(0, 1]")
-    end_factor = number("linear schedule", "end_factor", end_factor, "[0, 1]")
+    total_iters = require_count("linear schedule: total_iters", total_iters)
+    start_factor = require_number("linear schedule: start_factor", start_factor, above=0.0, at_most=1.0)
+    end_factor = require_number("linear schedule: end_factor", end_factor, at_least=0.0, at_most=1.0)
 
     def schedule(base_learning_rate: Tensor, step: Tensor) -> Tensor:
         f = _fraction(step, total_iters, base_learning_rate)
@@ -62,8 +62,8 @@ def cosine_schedule(T_max: int, eta_min: float = 0.0) -> Schedule:
         ValueError: for an option out of its range.
     Source: Loshchilov and Hutter 2017, equation 5, without restarts; the closed form of ``torch.optim.lr_scheduler.CosineAnnealingLR``.
     """
-    T_max = positive_int("cosine schedule", "T_max", T_max)
-    eta_min = number("cosine schedule", "eta_min", eta_min)
+    T_max = require_count("cosine schedule: T_max", T_max)
+    eta_min = require_number("cosine schedule: eta_min", eta_min, at_least=0.0)
 
     def schedule(base_learning_rate: Tensor, step: Tensor) -> Tensor:
         weight = (1 + torch.cos(math.pi * _fraction(step, T_max, base_learning_rate))) / 2
@@ -83,8 +83,8 @@ def step_schedule(step_size: int, gamma: float = 0.1) -> Schedule:
         ValueError: for an option out of its range.
     Source: ``torch.optim.lr_scheduler.StepLR``.
     """
-    step_size = positive_int("step schedule", "step_size", step_size)
-    gamma = number("step schedule", "gamma", gamma, "(0, inf)")
+    step_size = require_count("step schedule: step_size", step_size)
+    gamma = require_number("step schedule: gamma", gamma, above=0.0)
 
     def schedule(base_learning_rate: Tensor, step: Tensor) -> Tensor:
         return base_learning_rate * _power(gamma, torch.div(step, step_size, rounding_mode="floor"), base_learning_rate)
@@ -102,7 +102,7 @@ def exponential_schedule(gamma: float) -> Schedule:
         ValueError: for an option out of its range.
     Source: ``torch.optim.lr_scheduler.ExponentialLR``.
     """
-    gamma = number("exponential schedule", "gamma", gamma, "(0, inf)")
+    gamma = require_number("exponential schedule: gamma", gamma, above=0.0)
 
     def schedule(base_learning_rate: Tensor, step: Tensor) -> Tensor:
         return base_learning_rate * _power(gamma, step, base_learning_rate)

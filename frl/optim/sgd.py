@@ -11,8 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from frl.optim.transform import boolean, cast, dtypes, is_zero, map_unzip, new_count, number, read, zeros_like
+from frl.optim.transform import cast, dtypes, is_zero, map_unzip, new_count, read, zeros_like
 from frl.types import Optimizer, Params, PyTree
+from frl.validate import require_number, require_switch
 
 
 class SGDState(NamedTuple):
@@ -60,11 +61,13 @@ def sgd(
         ValueError: for an option out of its range.
     Source: Sutskever, Martens, Dahl, Hinton 2013, equations 3 and 4, with the learning rate outside the buffer, as in ``torch.optim.SGD``.
     """
-    learning_rate, weight_decay = number("sgd", "learning_rate", learning_rate), number("sgd", "weight_decay", weight_decay)
-    momentum, dampening = number("sgd", "momentum", momentum, "[0, 1]"), number("sgd", "dampening", dampening, "[0, 1]")
-    nesterov, maximize = boolean("sgd", "nesterov", nesterov), boolean("sgd", "maximize", maximize)
+    learning_rate = require_number("sgd: learning_rate", learning_rate, at_least=0.0)
+    weight_decay = require_number("sgd: weight_decay", weight_decay, at_least=0.0)
+    momentum = require_number("sgd: momentum", momentum, at_least=0.0, at_most=1.0)
+    dampening = require_number("sgd: dampening", dampening, at_least=0.0, at_most=1.0)
+    nesterov, maximize = require_switch("sgd: nesterov", nesterov), require_switch("sgd: maximize", maximize)
     for name, value in {"foreach": foreach, "fused": fused, "differentiable": differentiable}.items():
-        boolean("sgd", name, value, optional=True)
+        require_switch(f"sgd: {name}", value, optional=True)
     if nesterov and (momentum == 0 or dampening != 0):
         raise ValueError(f"sgd: nesterov needs momentum above 0 and no dampening, got momentum {momentum} and dampening {dampening}")
 

@@ -9,41 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from numbers import Integral, Real
-from typing import Any, NamedTuple
+from numbers import Real
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from frl import tree
 from frl.types import Optimizer, Params, PyTree
+from frl.validate import require_number
 
-# ---- options: checked once in the factories ----
-
-
-def number(owner: str, name: str, value: Any, interval: str = "[0, inf)") -> float:
-    """``value`` as a float if it is a finite number in ``interval``, written as in ``"[0, 1)"``; ``ValueError`` otherwise. ``bool`` is not a number."""
-    if isinstance(value, Real) and not isinstance(value, bool):
-        x, (low, high) = float(value), (float(bound) for bound in interval[1:-1].split(","))
-        above = x > low or (x == low and interval[0] == "[")
-        below = x < high or (x == high and interval[-1] == "]")
-        if math.isfinite(x) and above and below:
-            return x
-    raise ValueError(f"{owner}: {name} must be a finite number in {interval}, got {value!r}")
-
-
-def positive_int(owner: str, name: str, value: Any) -> int:
-    """``value`` as an int if it is a whole number above 0; ``ValueError`` otherwise."""
-    if isinstance(value, Integral) and not isinstance(value, bool) and int(value) > 0:
-        return int(value)
-    raise ValueError(f"{owner}: {name} must be a whole number above 0, got {value!r}")
-
-
-def boolean(owner: str, name: str, value: Any, *, optional: bool = False) -> bool:
-    """``value`` if it is ``True`` or ``False`` (or ``None`` where ``optional``); ``ValueError`` otherwise."""
-    if isinstance(value, bool) or (optional and value is None):
-        return bool(value)
-    raise ValueError(f"{owner}: {name} must be true or false, got {value!r}")
+# ---- what changes at run time ----
 
 
 def read(hyper: Mapping[str, Tensor], name: str, default: float) -> Tensor | float:
@@ -178,7 +154,7 @@ def clip_by_global_norm(max_norm: float | None) -> Optimizer:
         ValueError: for 0 (which would freeze learning), a negative number, NaN, ``bool`` or anything that is not a number.
     """
     off = max_norm is None or (isinstance(max_norm, Real) and float(max_norm) == math.inf)
-    default = math.inf if off else number("clip_by_global_norm", "max_norm (None or infinity means off)", max_norm, "(0, inf)")
+    default = math.inf if off else require_number("clip_by_global_norm: max_norm (None or infinity means off)", max_norm, above=0.0)
 
     def update(grads: Params, state: PyTree, params: Params, hyper: Mapping[str, Tensor]) -> tuple[Params, PyTree]:
         limit = read(hyper, "max_grad_norm", default)
