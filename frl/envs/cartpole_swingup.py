@@ -77,8 +77,8 @@ def cartpole_swingup(
         theta_acc = (g sin(theta) - u cos(theta)) / (l (4/3 - m cos(theta)^2 / (M + m)))
         x_acc = u - m l theta_acc cos(theta) / (M + m)
 
-    which ``substeps`` steps of semi-implicit Euler integrate: velocities first, positions with the new velocities. Then, after the step, with ``wrap`` the angle
-    in ``[-pi, pi)``::
+    which ``substeps`` steps of semi-implicit Euler integrate: velocities first, positions with the new velocities. After the step, with ``wrap`` the angle in
+    ``[-pi, pi)``::
 
         reward = -(wrap(theta)^2 + 0.1 theta_dot^2 + 0.05 x^2 + 0.1 x_dot^2)
 
