@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.func import grad, vmap
 
+import frl
 from frl import rng
 from frl.envs.planar_reach import PlanarReachState, planar_reach
 from tests.tolerances import tolerance
@@ -167,3 +168,24 @@ def test_action_of_a_wrong_shape_is_refused():
     env = planar_reach()
     with pytest.raises(ValueError, match=r"shape \(2,\), got \(3,\)"):
         env.step(env.reset(rng.key(0), env.default_params), torch.zeros(3), env.default_params)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_training_brings_the_mean_smallest_distance_below_a_quarter(seed):
+    """The acceptance test of the reference: 32 rows, 300 updates of 16 steps."""
+    env = frl.build_learning_env("planar_reach", num_envs=32, action_scale=0.25)
+    policy = frl.actor_only(8, 2, network=frl.mlp(8, 2, [64, 64], activation="tanh", last_activation="tanh"))
+    apg = frl.make_apg(env, policy, frl.adam(), frl.ApgConfig(segment_length=16, deterministic_actions=True, max_grad_norm=10.0), learning_rate=3e-3)
+    evaluate = frl.make_evaluator(frl.build_learning_env("planar_reach", num_envs=128, action_scale=0.25), policy)
+    state = apg.init(rng.key(seed))
+    before = evaluate(state.params, num_episodes=512, seed=10029).metrics
+    for _ in range(300):
+        state, rollout = apg.collect(state)
+        state = apg.update(state, rollout)
+    after = evaluate(state.params, num_episodes=512, seed=10029).metrics
+    assert not state.counters["skipped_updates"]
+    assert after["eval/metrics/min_distance"] < 0.25 * before["eval/metrics/min_distance"]
+    assert after["eval/avg_reward"] > before["eval/avg_reward"]
+    assert after["eval/success_rate"] > before["eval/success_rate"]
+    assert after["eval/metrics/reached"] > before["eval/metrics/reached"]
