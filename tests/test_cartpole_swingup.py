@@ -37,7 +37,8 @@ def numpy_step(q, v, force, p, substeps):
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_steps_equal_a_numpy_loop(seed, substeps):
     numbers = {"gravity": 9.0, "mass_cart": 3.0, "mass_pole": 0.7, "length": 1.3, "max_force": 20.0, "dt": 0.02}
-    env = cartpole_swingup(substeps=substeps, dtype=F64, **numbers)
+    weights = {"position_weight": 0.07, "velocity_weight": 0.03, "angular_velocity_weight": 0.2}
+    env = cartpole_swingup(substeps=substeps, dtype=F64, **numbers, **weights)
     generator = np.random.default_rng(seed)
     q, v = generator.uniform(-4, 4, 2), generator.uniform(-3, 3, 2)
     state = state_of(*q, *v)
@@ -47,7 +48,7 @@ def test_steps_equal_a_numpy_loop(seed, substeps):
         q, v = numpy_step(q, v, numbers["max_force"] * np.clip(a, -1, 1), numbers, substeps)
         np.testing.assert_allclose(torch.stack(state[:4]).numpy(), [*q, *v], rtol=1e-10, atol=1e-10)
         wrapped = math.remainder(q[1], 2 * math.pi)
-        assert outcome.reward.item() == pytest.approx(-(wrapped**2 + 0.1 * v[1] ** 2 + 0.05 * q[0] ** 2 + 0.1 * v[0] ** 2), rel=1e-9)
+        assert outcome.reward.item() == pytest.approx(-(wrapped**2 + 0.2 * v[1] ** 2 + 0.07 * q[0] ** 2 + 0.03 * v[0] ** 2), rel=1e-9)
         assert outcome.metrics["final_angle"].item() == pytest.approx(abs(wrapped), abs=1e-9)
         assert not outcome.terminated
         obs = env.observe(state, env.default_params).numpy()
@@ -177,13 +178,15 @@ def test_scene_shows_the_pole_where_it_is():
 
 POSITIVE = ("mass_cart", "mass_pole", "length", "max_force", "dt", "success_angle", "success_speed", "success_time")
 
+NOT_NEGATIVE = ("gravity", "position_weight", "velocity_weight", "angular_velocity_weight", "initial_position", "initial_angle", "initial_speed")
+
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
         *[("substeps", v) for v in (0, True, 1.5)],
         *[(n, v) for n in POSITIVE for v in (0.0, math.nan, True)],
-        *[(n, v) for n in ("gravity", "initial_position", "initial_angle", "initial_speed") for v in (-1.0, math.inf, "1")],
+        *[(n, v) for n in NOT_NEGATIVE for v in (-1.0, math.inf, "1")],
         ("dtype", torch.float16),
     ],
 )

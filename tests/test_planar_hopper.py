@@ -61,7 +61,7 @@ def in_flight(seed):
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_steps_equal_a_numpy_loop(seed, height):
     p, substeps = NUMBERS, 5
-    env = planar_hopper(substeps=substeps, dtype=F64, fall_height=-10.0, fall_pitch=100.0, **p)
+    env = planar_hopper(substeps=substeps, dtype=F64, crouch_height=0.5, fall_height=-10.0, fall_pitch=100.0, **p)
     generator, h = np.random.default_rng(seed), p["dt"] / substeps
     body, foot = complex(0.1, height + 0.55), complex(0.1 + generator.uniform(-0.2, 0.2), height)
     velocity, foot_velocity = complex(*generator.uniform(-1, 1, 2)), complex(*generator.uniform(-1, 1, 2))
@@ -92,7 +92,7 @@ def test_steps_equal_a_numpy_loop(seed, height):
         got = np.concatenate([x.numpy().ravel() for x in state[:4]])
         expected = [body.real, body.imag, pitch, velocity.real, velocity.imag, rate, foot.real, foot.imag, foot_velocity.real, foot_velocity.imag]
         np.testing.assert_allclose(got, expected, rtol=1e-8, atol=1e-8)
-        reward = 2 - (velocity.real - p["target_speed"]) ** 2 - pitch**2 - 0.05 * a @ a
+        reward = 2 - (velocity.real - p["target_speed"]) ** 2 - 2 * pitch**2 - 50 * max(0.5 - body.imag, 0) ** 2 - 0.05 * a @ a
         assert outcome.reward.item() == pytest.approx(reward, rel=1e-8, abs=1e-8)
         leg, leg_rate = foot - body, (foot_velocity - velocity) / ((foot - body) / abs(foot - body))
         angle = math.remainder(np.angle(1j * leg), 2 * math.pi)
@@ -315,6 +315,7 @@ RANGES = ("gravity", "leg_stroke", "leg_stiffness", "leg_damping", "hip_range", 
         *[(n, v) for n in POSITIVE for v in (0.0, math.nan, True)],
         *[(n, v) for n in (*RANGES, "initial_height", "initial_pitch", "initial_speed") for v in (-1.0, math.inf, "1")],
         ("target_speed", math.nan),
+        ("crouch_height", math.inf),
         ("fall_height", math.inf),
         ("dtype", torch.float16),
     ],

@@ -20,8 +20,6 @@ from frl.envs.scene import Line, Polygon, Scene
 from frl.numerics import clip
 from frl.types import Outcome
 
-ANGULAR_SPEED_WEIGHT, POSITION_WEIGHT, SPEED_WEIGHT = 0.1, 0.05, 0.1  # relative to the squared angle
-
 
 class CartPoleSwingUpParams(NamedTuple):
     """Physical parameters, each ``[]``."""
@@ -32,6 +30,9 @@ class CartPoleSwingUpParams(NamedTuple):
     length: Tensor  # of the whole pole [m]
     max_force: Tensor  # force at full action [N]
     dt: Tensor  # step size [s]
+    position_weight: Tensor  # of the squared position in the cost, relative to the squared angle [1/m^2]
+    velocity_weight: Tensor  # of the squared velocity of the cart [s^2/m^2]
+    angular_velocity_weight: Tensor  # of the squared angular velocity of the pole [s^2]
     initial_position: Tensor  # the cart starts uniformly within +- this [m]
     initial_angle: Tensor  # the pole starts uniformly within +- this of hanging [rad]
     initial_speed: Tensor  # both speeds start uniformly within +- this [m/s], [rad/s]
@@ -60,6 +61,9 @@ def cartpole_swingup(
     length: float = 1.0,
     max_force: float = 1000.0,
     dt: float = 1 / 60,
+    position_weight: float = 0.05,
+    velocity_weight: float = 0.1,
+    angular_velocity_weight: float = 0.1,
     initial_position: float = math.pi / 2,
     initial_angle: float = math.pi / 2,
     initial_speed: float = 0.25,
@@ -80,7 +84,7 @@ def cartpole_swingup(
     which ``substeps`` steps of semi-implicit Euler integrate: velocities first, positions with the new velocities. After the step, with ``wrap`` the angle in
     ``[-pi, pi)``::
 
-        reward = -(wrap(theta)^2 + 0.1 theta_dot^2 + 0.05 x^2 + 0.1 x_dot^2)
+        reward = -(wrap(theta)^2 + angular_velocity_weight theta_dot^2 + position_weight x^2 + velocity_weight x_dot^2)
 
     ``wrap`` has slope 1 everywhere, so the reward has a kink where the pole hangs straight down. The track has no end and no episode terminates.
 
@@ -97,6 +101,9 @@ def cartpole_swingup(
         length: of the whole pole [m].
         max_force: force at full action [N].
         dt: step size [s].
+        position_weight: of the squared position of the cart in the cost, at least 0.
+        velocity_weight: of its squared velocity, at least 0.
+        angular_velocity_weight: of the squared angular velocity of the pole, at least 0.
         initial_position: half-width of the reset distribution of the cart's position [m], at least 0.
         initial_angle: half-width of the reset distribution of the angle around hanging [rad], at least 0.
         initial_speed: half-width of the reset distribution of both speeds [m/s, rad/s], at least 0.
@@ -110,7 +117,7 @@ def cartpole_swingup(
 
     Source: the equations of Barto, Sutton, Anderson 1983 in the form of gymnasium's ``CartPole-v1``. Task, reward, reset and sizes: ``CartPoleSwingUpEnv`` of
     DFlex, in Xu et al., "Accelerated policy learning with parallel differentiable simulation", ICLR 2022 (masses are those of its boxes at 1000 kg/m^3).
-    Its joint armature and the soft ends of its track at 4 m are left out; ``success`` is this library's addition.
+    The soft ends of its track at 4 m are left out; ``success`` is this library's addition.
     """
     require_count("substeps", substeps)
     if max_episode_steps is not None:
@@ -122,6 +129,9 @@ def cartpole_swingup(
         "length": require_number("length", length, above=0.0),
         "max_force": require_number("max_force", max_force, above=0.0),
         "dt": require_number("dt", dt, above=0.0),
+        "position_weight": require_number("position_weight", position_weight, at_least=0.0),
+        "velocity_weight": require_number("velocity_weight", velocity_weight, at_least=0.0),
+        "angular_velocity_weight": require_number("angular_velocity_weight", angular_velocity_weight, at_least=0.0),
         "initial_position": require_number("initial_position", initial_position, at_least=0.0),
         "initial_angle": require_number("initial_angle", initial_angle, at_least=0.0),
         "initial_speed": require_number("initial_speed", initial_speed, at_least=0.0),
@@ -179,7 +189,7 @@ def _step(env_state: CartPoleSwingUpState, action: Tensor, env_params: CartPoleS
         theta = theta + h * omega
         x = x + h * v
     angle = wrap_angle(theta)
-    reward = -(angle.square() + ANGULAR_SPEED_WEIGHT * omega.square() + POSITION_WEIGHT * x.square() + SPEED_WEIGHT * v.square())
+    cost = angle.square() + p.angular_velocity_weight * omega.square() + p.position_weight * x.square() + p.velocity_weight * v.square()
     final_angle = angle.detach().abs()
     still = torch.maximum(omega.detach().abs(), v.detach().abs()) < p.success_speed
     held = torch.where((final_angle < p.success_angle) & still, held + 1.0, 0.0)
@@ -187,7 +197,7 @@ def _step(env_state: CartPoleSwingUpState, action: Tensor, env_params: CartPoleS
     # Half a step of slack: a sum of rounded steps may fall short of the time by a rounding error.
     success = held_time > p.success_time - 0.5 * p.dt
     new = CartPoleSwingUpState(position=x, angle=theta, velocity=v, angular_velocity=omega, held=held)
-    return new, Outcome(reward=reward, terminated=torch.zeros_like(success), metrics={"success": success, "final_angle": final_angle, "held_time": held_time})
+    return new, Outcome(reward=-cost, terminated=torch.zeros_like(success), metrics={"success": success, "final_angle": final_angle, "held_time": held_time})
 
 
 def _scene(env_state: CartPoleSwingUpState, env_params: CartPoleSwingUpParams) -> Scene:

@@ -20,7 +20,7 @@ from frl.envs.scene import Circle, Line, Polygon, Scene
 from frl.numerics import clip
 from frl.types import Outcome
 
-ALIVE, PITCH_WEIGHT, EFFORT_WEIGHT = 2.0, 1.0, 0.05  # relative to the squared error of the speed [s^2/m^2]
+ALIVE, PITCH_WEIGHT, CROUCH_WEIGHT, EFFORT_WEIGHT = 2.0, 2.0, 50.0, 0.05  # relative to the squared error of the speed [s^2/m^2]
 SHORTEST = 1e-3  # of the leg [m], below which its direction is held
 
 
@@ -48,6 +48,7 @@ class PlanarHopperParams(NamedTuple):
     initial_height: Tensor  # the foot starts uniformly between 0 and this above the ground [m]
     initial_pitch: Tensor  # body and leg start uniformly within +- this [rad]
     initial_speed: Tensor  # both velocities start uniformly within +- this [m/s]
+    crouch_height: Tensor  # the body is to stay above this [m]
     fall_height: Tensor  # the hopper has fallen when the body is below this [m]
     fall_pitch: Tensor  # or pitched beyond +- this [rad]
     success_fraction: Tensor  # success: at least this part of the distance at the target speed
@@ -88,6 +89,7 @@ def planar_hopper(
     initial_height: float = 0.1,
     initial_pitch: float = 0.1,
     initial_speed: float = 0.1,
+    crouch_height: float = 0.4,
     fall_height: float = 0.25,
     fall_pitch: float = 1.0,
     success_fraction: float = 0.75,
@@ -109,11 +111,11 @@ def planar_hopper(
     ``N`` is never adhesive, sets in smoothly, and is larger on the way down than up. ``substeps`` steps of semi-implicit Euler integrate: velocities first,
     positions with the new velocities. Friction divides the foot's speed, ``u' = u / (1 + (dt / substeps) |F / (foot_mass u)|)``, and so never reverses it.
 
-    After the step, with ``v`` the body's horizontal velocity::
+    After the step, with ``v`` the body's horizontal velocity and ``c = max(crouch_height - z, 0)``::
 
-        reward = 2 - (v - target_speed)^2 - phi^2 - 0.05 |a|^2
+        reward = 2 - (v - target_speed)^2 - 2 phi^2 - 50 c^2 - 0.05 |a|^2
 
-    The episode terminates when ``z < fall_height`` or ``|phi| > fall_pitch``.
+    The episode terminates when ``z < fall_height`` or ``|phi| > fall_pitch``; the costs of pitch and crouch rise before, where a gradient can see them.
 
     Observation ``[10]``: ``z``, ``phi``, ``l``, ``psi - phi``, ``x'``, ``z'``, ``phi'``, ``l'``, ``psi' - phi'``, height of the foot.
     Metrics (cut from the graph): ``success`` (stands, and has come at least ``success_fraction`` of the way that the target speed makes until now),
@@ -143,6 +145,7 @@ def planar_hopper(
         initial_height: the foot starts uniformly between 0 and this above the ground [m], at least 0.
         initial_pitch: half-width of the reset distribution of the pitch of body and leg [rad], at least 0.
         initial_speed: half-width of the reset distribution of both velocities [m/s], at least 0.
+        crouch_height: height of the hip below which it costs [m].
         fall_height: lowest hip of a hopper that has not fallen [m].
         fall_pitch: largest pitch of a hopper that has not fallen [rad].
         success_fraction: tolerance of the success metric.
@@ -180,6 +183,7 @@ def planar_hopper(
         "initial_height": require_number("initial_height", initial_height, at_least=0.0),
         "initial_pitch": require_number("initial_pitch", initial_pitch, at_least=0.0),
         "initial_speed": require_number("initial_speed", initial_speed, at_least=0.0),
+        "crouch_height": require_number("crouch_height", crouch_height),
         "fall_height": require_number("fall_height", fall_height),
         "fall_pitch": require_number("fall_pitch", fall_pitch, above=0.0),
         "success_fraction": require_number("success_fraction", success_fraction, above=0.0),
@@ -276,7 +280,8 @@ def _step(env_state: PlanarHopperState, action: Tensor, env_params: PlanarHopper
         x, z, pitch = x + h * u, z + h * w, pitch + h * rate
         foot_x, foot_z = foot_x + h * foot_u, foot_z + h * foot_w
     effort = a[0].square() + a[1].square()
-    reward = ALIVE - (u - p.target_speed).square() - PITCH_WEIGHT * pitch.square() - EFFORT_WEIGHT * effort
+    crouch = torch.relu(p.crouch_height - z)
+    reward = ALIVE - (u - p.target_speed).square() - PITCH_WEIGHT * pitch.square() - CROUCH_WEIGHT * crouch.square() - EFFORT_WEIGHT * effort
     fallen = (z < p.fall_height) | (pitch.abs() > p.fall_pitch)
     elapsed, travelled = s.elapsed + 1.0, x.detach()
     wanted_way = p.target_speed * p.dt * elapsed
