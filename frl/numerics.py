@@ -66,6 +66,11 @@ def log1mexp(x: Tensor) -> Tensor:
     return torch.where(near, above, below)
 
 
+def clip(x: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:
+    """``x`` within [low, high]; the gradient is 1 inside and on the bounds, 0 outside. ``torch.clamp``'s at a bound differs between releases."""
+    return torch.where(x < low, low, torch.where(x > high, high, x))
+
+
 def clamp_log_std(log_std: Tensor, low: float = -5.0, high: float = 2.0) -> Tensor:
     """``log_std`` clamped to [low, high]; the gradient is 0 outside, 1 inside and on the bounds."""
     return torch.clamp(log_std, min=low, max=high)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from typing import NamedTuple
 
@@ -19,6 +20,8 @@ from frl.envs.double_integrator import double_integrator
 from frl.envs.env import Env, EnvSpec
 from frl.envs.pendulum import pendulum
 from frl.envs.point_mass import point_mass
+from frl.envs.quadrotor import quadrotor
+from frl.envs.registry import get_learning_env_factory, get_registered_learning_env_names
 from frl.types import Outcome
 
 
@@ -92,8 +95,36 @@ class Scaled(torch.autograd.Function):
         return gradient * ctx.factor, None
 
 
+def differentiable():
+    """One of every registered environment that promises gradients, and variants whose dynamics or reward take other paths."""
+    yield from (point_mass(success_bonus=5.0), double_integrator(dimensions=2), quadrotor(action_delay=0), quadrotor(action_delay=3, initial_tilt=math.pi))
+    for name in get_registered_learning_env_names():
+        factory = get_learning_env_factory(name)
+        if factory.__module__.startswith("frl."):
+            options = {"continuous": True} if "continuous" in inspect.signature(factory).parameters else {}
+            env = factory(**options)
+            if env.spec.differentiable and not name.startswith("probe_"):
+                yield env
+
+
+SHIPPED = list(differentiable())
+
+
+def test_every_task_with_a_gradient_is_checked():
+    assert {env.spec.name for env in SHIPPED} >= {
+        "point_mass",
+        "double_integrator",
+        "pendulum",
+        "cartpole_swingup",
+        "acrobot",
+        "planar_reach",
+        "quadrotor",
+        "planar_hopper",
+    }
+
+
 @pytest.mark.parametrize("seed", [0, 1, 2])
-@pytest.mark.parametrize("env", [point_mass(), point_mass(success_bonus=5.0), double_integrator(dimensions=2), pendulum()], ids=lambda e: e.spec.name)
+@pytest.mark.parametrize("env", SHIPPED, ids=lambda e: e.spec.name)
 def test_shipped_environments_pass(env, seed):
     report = check_env(env, seed=seed)
     assert report.passed, report.text()
@@ -101,6 +132,24 @@ def test_shipped_environments_pass(env, seed):
     assert report.zero_gradient_rows == report.nonfinite_rows == report.problems == ()
     assert report.compared_rows == report.rows - len(report.kink_rows) >= 61
     assert report.text().startswith(f"{env.spec.name}: passed, worst relative gradient error ")
+
+
+@pytest.mark.parametrize("env", SHIPPED, ids=lambda e: e.spec.name)
+def test_a_broken_copy_of_a_shipped_environment_is_named(env):
+    def broken(name, change):
+        def step(state, action, env_params):
+            return env.step(state, change(action), env_params)
+
+        return dataclasses.replace(env, spec=dataclasses.replace(env.spec, name=name), step=step)
+
+    cut = check_env(broken("cut", torch.detach), num_envs=16, num_steps=3)
+    assert not cut.passed
+    assert cut.text().startswith("cut: FAILED")
+    assert "the gradient is zero in every compared row; the differences are not: the graph is cut" in cut.text()
+    wrong = check_env(broken("wrong", lambda action: Scaled.apply(action, 1.01)), num_envs=16, num_steps=3)
+    assert not wrong.passed
+    assert wrong.text().startswith("wrong: FAILED")
+    assert "the gradient is wrong: relative error 9.9e-03" in wrong.text()
 
 
 def test_report_is_deterministic_in_its_seed():

@@ -40,12 +40,21 @@ def same(got: Tensor, expected) -> bool:
         (lambda x: numerics.masked_std(x, torch.tensor([True, False, True, True])), [1.0, 2.0, -4.0, 0.5]),
         (lambda x: numerics.coalesce_nonfinite(x) ** 3, [1.0, -2.0]),
         (lambda x: numerics.clamp_log_std(x) ** 3, [1.0, -2.0, 3.0, -7.0]),
+        (lambda x: numerics.clip(x, -2.5, x.new_tensor(2.0)) ** 3, [1.0, -2.0, 3.0, -7.0]),
     ],
 )
 def test_first_and_second_derivatives_match_central_differences(fn, points):
     x = torch.tensor(points, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(fn, (x,))
     assert torch.autograd.gradgradcheck(fn, (x,))
+
+
+def test_clip_at_its_bounds(device):
+    x = torch.tensor([-2.0, -1.0, 0.0, 3.0, 3.5, INF, -INF, NAN], device=device)
+    low, high = torch.tensor(-1.0, device=device), 3.0
+    assert same(numerics.clip(x, low, high)[:7], [-1.0, -1.0, 0.0, 3.0, 3.0, 3.0, -1.0])
+    assert numerics.clip(x, low, high)[7].isnan()
+    assert same(grad(lambda v: numerics.clip(v, low, high), x)[0][:7], [0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0])
 
 
 def test_norm_at_zero_and_beside_it(device):

@@ -63,6 +63,17 @@ def test_the_example_environment_has_a_right_gradient():
     assert check_env(get_learning_env_factory("my_cart")()).passed
 
 
+def test_every_environment_has_a_line():
+    from frl.envs.registry import get_learning_env_factory, get_registered_learning_env_names
+
+    table = README.split("### Environments")[1].split("\n### ")[0]
+    listed = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    assert sorted(listed) == [name for name in get_registered_learning_env_names() if get_learning_env_factory(name).__module__ == f"frl.envs.{name}"]
+    for name in listed:
+        env = get_learning_env_factory(name)()
+        assert env.spec.differentiable or name == "cartpole"
+
+
 def test_the_commands_are_one_line_each():
     commands = [line for line in README.splitlines() if line.startswith("python3 -m venv")]
     assert len(commands) == 2

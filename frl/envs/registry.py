@@ -113,7 +113,7 @@ def _builtin(name: str, module: str | None = None) -> None:
     register_learning_env(name, getattr(importlib.import_module(f"frl.envs.{module or name}"), name))
 
 
-for _name in ("point_mass", "double_integrator", "pendulum", "cartpole"):
+for _name in ("point_mass", "double_integrator", "pendulum", "cartpole", "cartpole_swingup", "quadrotor", "planar_reach", "acrobot", "planar_hopper"):
     _builtin(_name)
 for _name in ("constant_reward", "action_reward", "observation_reward", "matching_reward", "delayed_reward", "two_lengths", "final_observation"):
     _builtin(f"probe_{_name}", "probes")
