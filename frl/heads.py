@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +17,7 @@ from frl.distributions import CategoricalParams, Distribution, NormalParams, cat
 from frl.policy_registry import action_count
 from frl.registry import Registry
 from frl.types import Params
+from frl.validate import require_number, require_switch
 
 _NOISE_BLOCK = 16
 _DISTRIBUTIONS = Registry("distribution")
@@ -47,18 +48,10 @@ def action_noise(key: Tensor, T: int, N: int, width: int, dtype: torch.dtype = t
     return drawn.transpose(1, 2).reshape(blocks * _NOISE_BLOCK, N, width)[:T]
 
 
-def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} must be a number, got {value!r}")
-    if not math.isfinite(value):
-        raise ValueError(f"{name} must be finite, got {value!r}")
-    return float(value)
-
-
 def _range(name: str, value: Any) -> tuple[float, float]:
     if isinstance(value, str) or not isinstance(value, Sequence) or len(value) != 2:
         raise TypeError(f"{name} must be two numbers [low, high], got {value!r}")
-    low, high = (_number(name, bound) for bound in value)
+    low, high = (require_number(name, bound) for bound in value)
     if low > high:
         raise ValueError(f"{name} must be two non-decreasing numbers, got {value!r}")
     return low, high
@@ -68,11 +61,8 @@ def _initial_log_std(initial_log_std: Any, initial_action_std: Any, limits: tupl
     if initial_action_std is not None:
         if initial_log_std is not None:
             raise ValueError(f"give initial_log_std or initial_action_std, not both (got {initial_log_std!r} and {initial_action_std!r})")
-        std = _number("initial_action_std", initial_action_std)
-        if std <= 0:
-            raise ValueError(f"initial_action_std must be positive, got {initial_action_std!r}")
-        initial_log_std = math.log(std)
-    value = 0.0 if initial_log_std is None else _number("initial_log_std", initial_log_std)
+        initial_log_std = math.log(require_number("initial_action_std", initial_action_std, above=0.0))
+    value = 0.0 if initial_log_std is None else require_number("initial_log_std", initial_log_std)
     if not limits[0] <= value <= limits[1]:
         raise ValueError(f"initial log std {value:g} lies outside the range [{limits[0]:g}, {limits[1]:g}], where its gradient is zero and it could never move")
     return value
@@ -130,8 +120,7 @@ def gaussian_head(
     With ``state_dependent_std`` the output has ``2 A`` numbers, the mean and an offset to the initial ``log_std``, and the head has no parameters.
     """
     squashed = _DISTRIBUTIONS.get(distribution) is tanh_normal
-    if not isinstance(state_dependent_std, bool):
-        raise TypeError(f"state_dependent_std must be a bool, got {state_dependent_std!r}")
+    require_switch("state_dependent_std", state_dependent_std)
     low, high = _range("log_std_range", log_std_range)
     start = _initial_log_std(initial_log_std, initial_action_std, (low, high))
     if not squashed:

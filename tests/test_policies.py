@@ -258,7 +258,7 @@ def test_squashed_actions_fill_the_box_in_every_path():
         ({"log_std_range": (0.0, math.inf)}, ValueError, "finite"),
         ({"state_dependent_std": 1}, ValueError, "state_dependent_std"),
         ({"obs_dim": 0}, ValueError, "obs_dim"),
-        ({"action_space": True}, TypeError, "action space"),
+        ({"action_space": True}, ValueError, "action space"),
         ({"action_space": 0}, ValueError, "action space"),
         ({"action_space": spaces.MultiBinary(2)}, TypeError, "categorical actions need"),
         ({"action_space": spaces.Discrete(2), "initial_log_std": 0.0}, ValueError, "initial_log_std has no effect"),
