@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -22,7 +23,9 @@ from torch import Tensor
 from frl import rng, tree
 from frl.checkpoint import CheckpointError, read_checkpoint, save_checkpoint
 from frl.config import ConfigError
+from frl.envs.host import HostEnv
 from frl.envs.registry import register_learning_env
+from frl.evaluate import episode_keys
 from frl.load import load_run, newest_run
 from frl.run_directory import MANIFEST
 from tests.tolerances import tolerance
@@ -365,6 +368,70 @@ def test_another_environment_that_fits(runs: dict[str, dict[str, Any]]):
         load_run(directory(runs, "grpo"), env="pendulum", env_cfg={"max_episode_step": 4})
     with pytest.raises(ValueError, match="num_envs"):
         load_run(directory(runs, "grpo"), num_envs=0)
+
+
+def test_what_only_the_critic_sees_is_not_needed(runs: dict[str, dict[str, Any]]):
+    run = load_run(directory(runs, "groups"), env_cfg={"secretive": True})
+    assert "secret" not in run.env.single_observation_space.spaces
+    assert run.evaluate(3).episodes == 3
+
+
+# ---- host environments ----
+
+
+def in_gymnasium(run: Any, env_id: str, key: Tensor, episodes: int = 2) -> list[tuple[float, int]]:
+    """Returns and lengths of episodes that a plain gymnasium environment plays with the actions of ``act``."""
+    env = gymnasium.make(env_id)
+    obs, _ = env.reset(seed=int(rng.bits(key) >> 1))
+    found = []
+    for _ in range(episodes):
+        total, length, done = 0.0, 0, False
+        while not done:
+            action = run.act(obs).numpy()
+            obs, reward, terminated, truncated, _ = env.step(action if action.ndim else int(action))
+            total, length, done = total + float(reward), length + 1, terminated or truncated
+        found.append((total, length))
+        obs, _ = env.reset()
+    env.close()
+    return found
+
+
+@pytest.mark.parametrize(("name", "env_id"), [("ppo_own_normalizer", "Pendulum-v1"), ("ppo_discrete", "CartPole-v1")])
+def test_a_functional_run_plays_in_gymnasium(runs: dict[str, dict[str, Any]], name: str, env_id: str):
+    with load_run(directory(runs, name), env=f"gymnasium:{env_id}", num_envs=2) as run:
+        assert run.env_name == f"gymnasium:{env_id}"
+        result = run.evaluate(4, seed=5)
+        key = run.env.row_keys(episode_keys(5)[0])[1]
+        expected = in_gymnasium(run, env_id, key)
+    mine = result.rows == 1
+    assert result.lengths[mine].tolist() == [length for _, length in expected]
+    assert result.returns[mine].tolist() == pytest.approx([total for total, _ in expected], rel=1e-4)
+
+
+def test_a_run_on_a_host_environment(tmp_path: Path):
+    env = {"name": "gymnasium:Pendulum-v1", "cfg": {"max_episode_steps": 9}}
+    summary = trained(tmp_path, env=env, algorithm="ppo", normalize_observations=True, compile_mode="eager")
+    with load_run(summary["run_directory"]) as run:
+        assert run.evaluate().metrics == pytest.approx(summary["last_eval_metrics"], nan_ok=True)
+        pushed = with_output(run, [9.0])
+        assert pushed.act(torch.zeros(3)).tolist() == [2.0]  # what the environment makes of it
+        path = pushed.export(tmp_path / "policy.pt2")
+        assert torch.export.load(path).module()(torch.zeros(1, 3)).tolist() == [[2.0]]
+    with pytest.raises(RuntimeError, match="closed"):
+        run.evaluate(1)
+
+
+def test_host_environments_that_are_not_played_are_closed(tmp_path: Path, runs: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch):
+    summary = trained(tmp_path, env={"name": "gymnasium:Pendulum-v1", "cfg": {"max_episode_steps": 9}}, algorithm="ppo")
+    closed: list[str] = []
+    close = HostEnv.close
+    monkeypatch.setattr(HostEnv, "close", lambda self: (closed.append(self.spec.name), close(self))[1])
+    with load_run(summary["run_directory"], env="pendulum") as run:
+        assert closed == ["gymnasium:Pendulum-v1"]
+        assert run.env_name == "pendulum"
+    with pytest.raises(ValueError, match="does not fit"):
+        load_run(directory(runs, "ppo_discrete"), env="gymnasium:Pendulum-v1")
+    assert closed == ["gymnasium:Pendulum-v1"] * 2
 
 
 # ---- one action everywhere: training, evaluation, act, export ----
