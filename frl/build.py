@@ -137,8 +137,9 @@ def _build(config: RunConfig, source: str, schedule_updates: int | None, opened:
     seed = secrets.randbelow(2**31) if cfg.seed == -1 else cfg.seed
     eval_seed = seed + 10_000 if cfg.eval_seed is None else cfg.eval_seed
     dtype = DTYPES[cfg.dtype]
-    env, eval_env = (_build_env(config, source, count, opened) for count in (cfg.num_envs, cfg.num_eval_envs))
+    env = _build_env(config, source, cfg.num_envs, opened)
     _check_trainable(config, source, env)
+    eval_env = _build_env(config, source, cfg.num_eval_envs, opened)
     policy, normalizer = _build_policy(config, source, env)
     blocks = dump_run_config(config)
     algo_cfg = dict(blocks["algorithm"].get("cfg", {}))
