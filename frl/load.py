@@ -24,7 +24,7 @@ from frl.envs.host import HostEnv
 from frl.envs.registry import build_learning_env
 from frl.envs.vector import VecEnv
 from frl.resume import SavedRun
-from frl.run_directory import MANIFEST, resolve_resume
+from frl.run_directory import MANIFEST
 from frl.runtime import LoadedRun, key_path, observation_entries
 
 CHECKPOINT_SUFFIX = ".safetensors"
@@ -43,7 +43,8 @@ def load_run(
 
     Args:
         path: a run directory, or a checkpoint file.
-        checkpoint: ``"latest"``, ``"best"``, or a file (also by its name within the run's ``checkpoints``).
+        checkpoint: ``"latest"`` (the one before, with a warning, where that file is missing or damaged), ``"best"``, or a file (also by its name within the
+            run's ``checkpoints``).
         env: another environment to play on, by its registered name or ``gymnasium:ID``; it must fit the policy.
         env_cfg: settings of that environment; without ``env``, settings of the run's own that are to differ.
         num_envs: rows to play on, the run's ``num_eval_envs`` by default.
@@ -144,9 +145,9 @@ def _find(path: Path, checkpoint: str | Path) -> tuple[SavedRun, Path]:
     if not path.is_dir():
         raise FileNotFoundError(f"run directory {path} does not exist")
     if str(checkpoint) in ("latest", "best"):
-        file = resolve_resume(str(checkpoint), path)
-        assert file is not None
-        return SavedRun.read(file), path
+        saved = SavedRun.find(str(checkpoint), path)
+        assert saved is not None
+        return saved, path
     for place in (Path(checkpoint), path / checkpoint, path / "checkpoints" / checkpoint):
         if place.is_file():
             return SavedRun.read(place), path

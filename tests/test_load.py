@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -269,13 +270,12 @@ def test_a_drawn_seed_is_found_again(tmp_path: Path):
 
 
 def changed(run: Path, target: Path, *, tensors: Any = None, **metadata: Any) -> Path:
-    """A copy of a run whose latest checkpoint has other content."""
+    """The latest checkpoint, with other content, of a copy of a run."""
     shutil.copytree(run, target)
     manifest = json.loads((target / MANIFEST).read_text())
     file = target / manifest["checkpoints"]["latest"]
     have, told = read_checkpoint(file)
-    save_checkpoint(file, have if tensors is None else tensors(have), {**told, **metadata})
-    return target
+    return save_checkpoint(file, have if tensors is None else tensors(have), {**told, **metadata})
 
 
 def test_a_checkpoint_of_another_version(runs: dict[str, dict[str, Any]], tmp_path: Path):
@@ -298,6 +298,27 @@ def test_damaged_and_missing_files(runs: dict[str, dict[str, Any]], tmp_path: Pa
         load_run(tmp_path / "run", checkpoint="best")
     with pytest.raises(CheckpointError):
         load_run(file)
+
+
+@pytest.mark.parametrize("how", ["torn", "lost", "exchanged", "another version"])
+def test_the_one_before_the_latest_is_taken_where_that_is_unusable(tmp_path: Path, runs: dict[str, dict[str, Any]], how: str):
+    latest, before, *_ = (directory(runs, "grpo") / file["path"] for file in json.loads((directory(runs, "grpo") / MANIFEST).read_text())["kept"])
+    tensors, metadata = read_checkpoint(latest)
+    where = tmp_path / "run"
+    shutil.copytree(directory(runs, "grpo"), where)
+    file = where / "checkpoints" / latest.name
+    if how == "torn":
+        file.write_bytes(file.read_bytes()[:100])
+    elif how == "lost":
+        file.unlink()
+    else:
+        save_checkpoint(file, tensors, {**metadata, **({"schema_version": 99} if how == "another version" else {"more": 1})})
+    with pytest.warns(RuntimeWarning, match=f"{latest.name}.*Going on from .*{before.name}"):
+        run = load_run(where)
+    assert run.checkpoint.name == before.name
+    if how != "lost":
+        with pytest.raises(CheckpointError) if how != "exchanged" else contextlib.nullcontext():
+            assert load_run(file).checkpoint == file
 
 
 def test_every_parameter_that_does_not_fit_is_named(runs: dict[str, dict[str, Any]], tmp_path: Path):

@@ -34,6 +34,7 @@ def settings(output_dir: Path, *, env: Any = None, algorithm: str = "apg", polic
             "num_eval_envs": 3,
             "num_eval_episodes": 4,
             "final_eval_episodes": 7,
+            "save_frequency_updates": 1,
             "output_dir": str(output_dir),
             "compile_mode": "eager",
             **({"segment_length": 4} if algorithm == "apg" else {"buffer_size": 8}),
