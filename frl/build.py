@@ -63,6 +63,25 @@ class RunParts:
         return state._replace(key=key, env_state=self.env.reset(self.env.row_keys(k_env)), extra={**state.extra, **begun})
 
 
+@dataclass(frozen=True, kw_only=True)
+class ActorParts:
+    """What of a run file acts: rows of its environment, policy and normalizer."""
+
+    env: VecEnv | HostEnv
+    policy: Any
+    normalizer: Normalizer | None
+
+
+def build_actor(config: RunConfig, *, num_envs: int, source: str = "RunConfig") -> ActorParts:
+    """Build what acts, without what learns; arguments and errors of :func:`build_run`, and ``num_envs`` rows."""
+    with ExitStack() as opened:
+        _prepare(config, source)
+        env = _build_env(config, source, num_envs, opened)
+        policy, normalizer = _build_policy(config, source, env)
+        opened.pop_all()
+    return ActorParts(env=env, policy=policy, normalizer=normalizer)
+
+
 def build_run(config: RunConfig, *, source: str = "RunConfig", schedule_updates: int | None = None) -> RunParts:
     """Build environments, policy and algorithm of a run file; nothing is written.
 
@@ -82,7 +101,8 @@ def build_run(config: RunConfig, *, source: str = "RunConfig", schedule_updates:
     return parts
 
 
-def _build(config: RunConfig, source: str, schedule_updates: int | None, opened: ExitStack) -> RunParts:
+def _prepare(config: RunConfig, source: str) -> None:
+    """Import the run's modules and look at its device."""
     cfg = config.trainer
     for module in cfg.imports:
         try:
@@ -93,6 +113,22 @@ def _build(config: RunConfig, source: str, schedule_updates: int | None, opened:
             raise ConfigError(source, [f"trainer.imports: there is no module {module!r}"]) from error
     if cfg.device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(source, [f"trainer.device: got {cfg.device!r}, but torch sees no CUDA device"])
+    with _refused(source, "trainer.learning_env.name"):
+        get_learning_env_factory(cfg.learning_env.name)
+
+
+def _build_policy(config: RunConfig, source: str, env: VecEnv | HostEnv) -> tuple[Any, Normalizer | None]:
+    blocks = dump_run_config(config)
+    with _refused(source, "policy"):
+        policy = build_policy(blocks["policy"], env.single_observation_space, env.single_action_space)
+    if config.trainer.normalize_observations:
+        return policy, running_normalizer(policy.obs_dim, mask=env.spec.normalize_mask, initial_count=1e-4)
+    return policy, empirical_normalizer(policy.obs_dim) if getattr(policy, "actor_obs_normalization", False) else None
+
+
+def _build(config: RunConfig, source: str, schedule_updates: int | None, opened: ExitStack) -> RunParts:
+    cfg = config.trainer
+    _prepare(config, source)
     if not isinstance(config.algorithm.cfg, Mapping):  # a registered algorithm reads its own settings
         blocks = config.algorithm.cfg.model_dump()
         for key, coerce in (("optimizer", coerce_optimizer_cfg), ("critic_optimizer", coerce_optimizer_cfg), ("lr_scheduler", coerce_lr_scheduler_cfg)):
@@ -101,18 +137,11 @@ def _build(config: RunConfig, source: str, schedule_updates: int | None, opened:
     seed = secrets.randbelow(2**31) if cfg.seed == -1 else cfg.seed
     eval_seed = seed + 10_000 if cfg.eval_seed is None else cfg.eval_seed
     dtype = DTYPES[cfg.dtype]
-    name = cfg.learning_env.name
-    with _refused(source, "trainer.learning_env.name"):
-        get_learning_env_factory(name)
-    env, eval_env = (_build_env(config, source, count, opened) for count in (cfg.num_envs, cfg.num_eval_envs))
+    env = _build_env(config, source, cfg.num_envs, opened)
+    _check_trainable(config, source, env)
+    eval_env = _build_env(config, source, cfg.num_eval_envs, opened)
+    policy, normalizer = _build_policy(config, source, env)
     blocks = dump_run_config(config)
-    with _refused(source, "policy"):
-        policy = build_policy(blocks["policy"], env.single_observation_space, env.single_action_space)
-    normalizer = None
-    if cfg.normalize_observations:
-        normalizer = running_normalizer(policy.obs_dim, mask=env.spec.normalize_mask, initial_count=1e-4)
-    elif getattr(policy, "actor_obs_normalization", False):
-        normalizer = empirical_normalizer(policy.obs_dim)
     algo_cfg = dict(blocks["algorithm"].get("cfg", {}))
     updates, timesteps = _budget(config)
     horizon = _steps_per_update(config)
@@ -166,9 +195,9 @@ def _refused(source: str, where: str) -> Iterator[None]:
 
 
 def _build_env(config: RunConfig, source: str, rows: int, opened: ExitStack) -> VecEnv | HostEnv:
-    """Rows of the run's environment, closed with ``opened`` if they need to be; of a kind that the algorithm can train on."""
+    """Rows of the run's environment, closed with ``opened`` if they need to be."""
     cfg = config.trainer
-    name, algorithm, dtype = cfg.learning_env.name, config.algorithm.name, DTYPES[cfg.dtype]
+    name, dtype = cfg.learning_env.name, DTYPES[cfg.dtype]
     with _refused(source, "trainer.learning_env.cfg"):
         elsewhere = {"num_envs": "trainer.num_envs", "device": "trainer.device", "dtype": "trainer.dtype"}
         if name.lower().startswith(GYMNASIUM):
@@ -178,14 +207,19 @@ def _build_env(config: RunConfig, source: str, rows: int, opened: ExitStack) -> 
         env = build_learning_env(name, num_envs=rows, device=cfg.device, dtype=None if dtype == torch.float32 else dtype, **cfg.learning_env.cfg)
     if isinstance(env, HostEnv):
         opened.callback(env.close)
-        with _refused(source, "algorithm.name"):
-            through = is_differentiable(algorithm)
-        if through:
-            text = f"{name!r} is a host environment, through which algorithm {algorithm!r} cannot differentiate; take a functional one, or ppo or grpo"
-            raise ConfigError(source, [f"trainer.learning_env.name: {text}"])
     elif not isinstance(env, VecEnv):
         raise ConfigError(source, [f"trainer.learning_env.name: {name!r} made a {type(env).__name__}, which is neither a functional nor a host environment"])
     return env
+
+
+def _check_trainable(config: RunConfig, source: str, env: VecEnv | HostEnv) -> None:
+    """Refuse a host environment for an algorithm that differentiates through its environment."""
+    name, algorithm = config.trainer.learning_env.name, config.algorithm.name
+    with _refused(source, "algorithm.name"):
+        through = is_differentiable(algorithm)
+    if through and isinstance(env, HostEnv):
+        text = f"{name!r} is a host environment, through which algorithm {algorithm!r} cannot differentiate; take a functional one, or ppo or grpo"
+        raise ConfigError(source, [f"trainer.learning_env.name: {text}"])
 
 
 def _steps_per_update(config: RunConfig) -> int:

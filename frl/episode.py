@@ -63,19 +63,15 @@ def play_episode(env: Any, act: Callable[[PyTree, Tensor], Tensor], *, seed: int
     Raises:
         ValueError: an environment without a time limit and no ``max_steps``, or a host environment of several rows.
     """
-    limit = env.spec.max_episode_steps if not isinstance(env, VecEnv) else env.env.spec.max_episode_steps
+    limit = env.spec.max_episode_steps
     if max_steps is not None and (isinstance(max_steps, bool) or max_steps < 1):
         raise ValueError(f"max_steps must be a positive integer, got {max_steps!r}")
     if limit is None and max_steps is None:
-        raise ValueError(f"environment {_name(env)!r} has no time limit, so an episode may never end; pass max_steps")
+        raise ValueError(f"environment {env.spec.name!r} has no time limit, so an episode may never end; pass max_steps")
     most = min(x for x in (limit, max_steps) if x is not None)
     play = _play_functional if isinstance(env, VecEnv) else _play_host
     with torch.no_grad():
         return play(env, act, seed, most, limit, env_params)
-
-
-def _name(env: Any) -> str:
-    return env.env.spec.name if isinstance(env, VecEnv) else env.spec.name
 
 
 def _play_functional(vec: VecEnv, act: Callable, seed: int, most: int, limit: int | None, env_params: PyTree) -> Episode:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,13 @@ from gymnasium import spaces
 
 from frl import checkpoint as checkpoints
 from frl import rng
-from frl.build import DTYPES, build_run
+from frl.build import DTYPES, build_actor
 from frl.config import RunConfig, parse_run_config
+from frl.envs.host import HostEnv
 from frl.envs.registry import build_learning_env
 from frl.envs.vector import VecEnv
 from frl.resume import SavedRun
-from frl.run_directory import MANIFEST, resolve_resume
+from frl.run_directory import MANIFEST
 from frl.runtime import LoadedRun, key_path, observation_entries
 
 CHECKPOINT_SUFFIX = ".safetensors"
@@ -41,9 +43,10 @@ def load_run(
 
     Args:
         path: a run directory, or a checkpoint file.
-        checkpoint: ``"latest"``, ``"best"``, or a file (also by its name within the run's ``checkpoints``).
+        checkpoint: ``"latest"`` (the one before, with a warning, where that file is missing or damaged), ``"best"``, or a file (also by its name within the
+            run's ``checkpoints``).
         env: another environment to play on, by its registered name or ``gymnasium:ID``; it must fit the policy.
-        env_cfg: settings of that environment, or other settings of the run's own; those of the run when ``None``.
+        env_cfg: settings of that environment; without ``env``, settings of the run's own that are to differ.
         num_envs: rows to play on, the run's ``num_eval_envs`` by default.
         device: the run's own by default, the CPU where that is missing here.
 
@@ -56,45 +59,64 @@ def load_run(
         ConfigError: the stored settings cannot be built, for example because a module of ``trainer.imports`` is missing.
         ValueError: an environment that does not fit the policy.
     """
-    file, directory = _resolve(Path(path), checkpoint)
-    saved = SavedRun.read(file)
-    config = _here(parse_run_config(saved.config, source=f"settings in {file}"), device, num_envs)
-    parts = build_run(config, source=f"settings in {file}")
-    like = {
-        "params": parts.policy.init(rng.key(0, parts.env.device), dtype=DTYPES[config.trainer.dtype]),
-        "norm_state": parts.normalizer.init(device=parts.env.device) if parts.normalizer is not None else (),
-    }
-    restored = checkpoints.restore({name: x for name, x in saved.tensors.items() if name.split(".")[0] in like}, like, what=str(file))
-    own = parts.eval_env
-    played = own
-    if env is not None or env_cfg is not None:
-        name = config.trainer.learning_env.name if env is None else env
-        rows = config.trainer.num_eval_envs
-        try:
-            played = build_learning_env(name, num_envs=rows, device=config.trainer.device, **(env_cfg or {}))
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"environment {name!r} cannot be built: {error}") from error
-        _check_fit(parts.policy, own, played, name)
-    space = own.single_action_space
-    # A host environment clips what it is given.
-    clamped = config.trainer.clip_actions_to_space or not isinstance(own, VecEnv)
+    saved, directory = _find(Path(path), checkpoint)
+    source = f"settings in {saved.path}"
+    config = _here(parse_run_config(saved.config, source=source), device, num_envs)
+    rows, another = config.trainer.num_eval_envs, env is not None or env_cfg is not None
+    with ExitStack() as opened:
+        # Of an environment that is not played only the spaces are needed.
+        parts = build_actor(config, num_envs=1 if another else rows, source=source)
+        opened.callback(_close, parts.env)
+        like = {
+            "params": parts.policy.init(rng.key(0, parts.env.device), dtype=DTYPES[config.trainer.dtype]),
+            "norm_state": parts.normalizer.init(device=parts.env.device) if parts.normalizer is not None else (),
+        }
+        restored = checkpoints.restore({name: x for name, x in saved.tensors.items() if name.split(".")[0] in like}, like, what=str(saved.path))
+        played = parts.env
+        if another:
+            played = _build_another(config, env, env_cfg or {}, rows)
+            opened.callback(_close, played)
+            _check_fit(parts.policy, parts.env, played)
+            _close(parts.env)
+        opened.pop_all()
+    space = parts.env.single_action_space
+    clamps = config.trainer.clip_actions_to_space or isinstance(parts.env, HostEnv)  # which clips what it is given
     return LoadedRun(
         path=directory,
-        checkpoint=file,
+        checkpoint=saved.path,
         config=config,
         env=played,
         policy=parts.policy,
         normalizer=parts.normalizer,
         params=restored["params"],
         norm_state=restored["norm_state"],
-        observation_space=own.single_observation_space,
+        observation_space=parts.env.single_observation_space,
         action_space=space,
-        clamp_to=space if clamped and isinstance(space, spaces.Box) else None,
-        device=own.device,
+        clamp_to=space if clamps and isinstance(space, spaces.Box) else None,
+        device=parts.env.device,
         global_step=int(saved.loop["global_step"]),
         num_updates=int(saved.loop["num_updates"]),
         seed=_seed(config, directory),
     )
+
+
+def _close(env: Any) -> None:
+    if isinstance(env, HostEnv):
+        env.close()
+
+
+def _build_another(config: RunConfig, name: str | None, env_cfg: dict[str, Any], rows: int) -> Any:
+    """Rows of another environment than the run's, or of the run's with other settings."""
+    cfg = config.trainer
+    own = {**cfg.learning_env.cfg, **env_cfg} if name is None else env_cfg
+    name, dtype = name or cfg.learning_env.name, DTYPES[cfg.dtype]
+    try:
+        env = build_learning_env(name, num_envs=rows, device=cfg.device, dtype=None if dtype == torch.float32 else dtype, **own)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"environment {name!r} cannot be built: {error}") from error
+    if not isinstance(env, (VecEnv, HostEnv)):
+        raise ValueError(f"environment {name!r} made a {type(env).__name__}, which is neither a functional nor a host environment")
+    return env
 
 
 def newest_run(path: str | Path) -> Path:
@@ -113,22 +135,22 @@ def newest_run(path: str | Path) -> Path:
     return found[-1].parent
 
 
-def _resolve(path: Path, checkpoint: str | Path) -> tuple[Path, Path]:
-    """``(checkpoint file, run directory)``."""
+def _find(path: Path, checkpoint: str | Path) -> tuple[SavedRun, Path]:
+    """``(checkpoint, run directory)``."""
     if path.suffix == CHECKPOINT_SUFFIX:
         if str(checkpoint) != "latest":
             raise ValueError(f"{path} is a checkpoint itself; give its run directory together with checkpoint={str(checkpoint)!r}")
         directory = path.parent.parent if (path.parent.parent / MANIFEST).is_file() else path.parent
-        return path, directory
+        return SavedRun.read(path), directory
     if not path.is_dir():
         raise FileNotFoundError(f"run directory {path} does not exist")
     if str(checkpoint) in ("latest", "best"):
-        file = resolve_resume(str(checkpoint), path)
-        assert file is not None
-        return file, path
+        saved = SavedRun.find(str(checkpoint), path)
+        assert saved is not None
+        return saved, path
     for place in (Path(checkpoint), path / checkpoint, path / "checkpoints" / checkpoint):
         if place.is_file():
-            return place, path
+            return SavedRun.read(place), path
     raise FileNotFoundError(f"checkpoint {checkpoint} does not exist, neither here nor in {path / 'checkpoints'}")
 
 
@@ -158,9 +180,9 @@ def _seed(config: RunConfig, directory: Path) -> int | None:
     return seed if isinstance(seed, int) and not isinstance(seed, bool) else None
 
 
-def _check_fit(policy: Any, own: Any, other: Any, name: str) -> None:
+def _check_fit(policy: Any, own: Any, other: Any) -> None:
     """``ValueError`` that lists why a policy cannot act in ``other``; other bounds of the actions are only said."""
-    problems = []
+    problems, name = [], other.spec.name
     try:
         wanted = {path: part.shape for path, part in observation_entries(own.single_observation_space, policy.obs_groups).items()}
         offered = {path: part.shape for path, part in observation_entries(other.single_observation_space, policy.obs_groups).items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from frl.envs.vector import VecEnv
 from frl.evaluate import EvaluationResult, make_evaluator
 from frl.export import clamp_action, export_policy
 from frl.observations import entry_names, infer_policy_action, is_mapping, policy_dtype
+from frl.policies import Policy
 from frl.types import Normalizer, Params, PyTree
 
 
@@ -60,7 +62,7 @@ class LoadedRun:
     @property
     def env_name(self) -> str:
         """Name of the environment to play on."""
-        return self.env.env.spec.name if isinstance(self.env, VecEnv) else self.env.spec.name
+        return self.env.spec.name
 
     @property
     def eval_seed(self) -> int:
@@ -117,9 +119,12 @@ class LoadedRun:
                 (``config.trainer.compile_mode``) repeats its final evaluation bit for bit.
         """
         cfg = self.config.trainer
+        actor = self.policy
+        if isinstance(actor, Policy):  # a critic sees what another environment need not show
+            actor = dataclasses.replace(actor, value=None, critic_obs_dim=None, critic_obs_groups=None)
         evaluate = make_evaluator(
             self.env,
-            self.policy,
+            actor,
             self.normalizer,
             deterministic=deterministic,
             clip_actions=self.clamp_to is not None,

@@ -166,9 +166,12 @@ def test_failures_of_eval(outputs: dict[str, Path], tmp_path: Path, capsys: Capt
     file = outputs["first"] / manifest["checkpoints"]["latest"]
     tensors, metadata = read_checkpoint(file)
     save_checkpoint(file, tensors, {**metadata, "schema_version": 99})
-    assert "version 99" in fails(capsys, 1, "eval", outputs["first"])
+    assert "version 99" in fails(capsys, 1, "eval", file)
     file.write_bytes(file.read_bytes()[:50])
-    assert fails(capsys, 1, "render", outputs["first"])
+    assert "damaged" in fails(capsys, 1, "render", file)
+    with pytest.warns(RuntimeWarning, match=f"{file.name} is damaged"):
+        assert main(["eval", str(outputs["first"]), "--episodes", "1"]) == 0  # with the checkpoint before
+    assert Path(manifest["kept"][1]["path"]).name in capsys.readouterr().out
     with pytest.raises(FileNotFoundError):
         main(["eval", str(tmp_path / "none"), "--debug"])
 

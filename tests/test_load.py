@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -12,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -22,7 +24,9 @@ from torch import Tensor
 from frl import rng, tree
 from frl.checkpoint import CheckpointError, read_checkpoint, save_checkpoint
 from frl.config import ConfigError
+from frl.envs.host import HostEnv
 from frl.envs.registry import register_learning_env
+from frl.evaluate import episode_keys
 from frl.load import load_run, newest_run
 from frl.run_directory import MANIFEST
 from tests.tolerances import tolerance
@@ -266,13 +270,12 @@ def test_a_drawn_seed_is_found_again(tmp_path: Path):
 
 
 def changed(run: Path, target: Path, *, tensors: Any = None, **metadata: Any) -> Path:
-    """A copy of a run whose latest checkpoint has other content."""
+    """The latest checkpoint, with other content, of a copy of a run."""
     shutil.copytree(run, target)
     manifest = json.loads((target / MANIFEST).read_text())
     file = target / manifest["checkpoints"]["latest"]
     have, told = read_checkpoint(file)
-    save_checkpoint(file, have if tensors is None else tensors(have), {**told, **metadata})
-    return target
+    return save_checkpoint(file, have if tensors is None else tensors(have), {**told, **metadata})
 
 
 def test_a_checkpoint_of_another_version(runs: dict[str, dict[str, Any]], tmp_path: Path):
@@ -295,6 +298,27 @@ def test_damaged_and_missing_files(runs: dict[str, dict[str, Any]], tmp_path: Pa
         load_run(tmp_path / "run", checkpoint="best")
     with pytest.raises(CheckpointError):
         load_run(file)
+
+
+@pytest.mark.parametrize("how", ["torn", "lost", "exchanged", "another version"])
+def test_the_one_before_the_latest_is_taken_where_that_is_unusable(tmp_path: Path, runs: dict[str, dict[str, Any]], how: str):
+    latest, before, *_ = (directory(runs, "grpo") / file["path"] for file in json.loads((directory(runs, "grpo") / MANIFEST).read_text())["kept"])
+    tensors, metadata = read_checkpoint(latest)
+    where = tmp_path / "run"
+    shutil.copytree(directory(runs, "grpo"), where)
+    file = where / "checkpoints" / latest.name
+    if how == "torn":
+        file.write_bytes(file.read_bytes()[:100])
+    elif how == "lost":
+        file.unlink()
+    else:
+        save_checkpoint(file, tensors, {**metadata, **({"schema_version": 99} if how == "another version" else {"more": 1})})
+    with pytest.warns(RuntimeWarning, match=f"{latest.name}.*Going on from .*{before.name}"):
+        run = load_run(where)
+    assert run.checkpoint.name == before.name
+    if how != "lost":
+        with pytest.raises(CheckpointError) if how != "exchanged" else contextlib.nullcontext():
+            assert load_run(file).checkpoint == file
 
 
 def test_every_parameter_that_does_not_fit_is_named(runs: dict[str, dict[str, Any]], tmp_path: Path):
@@ -365,6 +389,70 @@ def test_another_environment_that_fits(runs: dict[str, dict[str, Any]]):
         load_run(directory(runs, "grpo"), env="pendulum", env_cfg={"max_episode_step": 4})
     with pytest.raises(ValueError, match="num_envs"):
         load_run(directory(runs, "grpo"), num_envs=0)
+
+
+def test_what_only_the_critic_sees_is_not_needed(runs: dict[str, dict[str, Any]]):
+    run = load_run(directory(runs, "groups"), env_cfg={"secretive": True})
+    assert "secret" not in run.env.single_observation_space.spaces
+    assert run.evaluate(3).episodes == 3
+
+
+# ---- host environments ----
+
+
+def in_gymnasium(run: Any, env_id: str, key: Tensor, episodes: int = 2) -> list[tuple[float, int]]:
+    """Returns and lengths of episodes that a plain gymnasium environment plays with the actions of ``act``."""
+    env = gymnasium.make(env_id)
+    obs, _ = env.reset(seed=int(rng.bits(key) >> 1))
+    found = []
+    for _ in range(episodes):
+        total, length, done = 0.0, 0, False
+        while not done:
+            action = run.act(obs).numpy()
+            obs, reward, terminated, truncated, _ = env.step(action if action.ndim else int(action))
+            total, length, done = total + float(reward), length + 1, terminated or truncated
+        found.append((total, length))
+        obs, _ = env.reset()
+    env.close()
+    return found
+
+
+@pytest.mark.parametrize(("name", "env_id"), [("ppo_own_normalizer", "Pendulum-v1"), ("ppo_discrete", "CartPole-v1")])
+def test_a_functional_run_plays_in_gymnasium(runs: dict[str, dict[str, Any]], name: str, env_id: str):
+    with load_run(directory(runs, name), env=f"gymnasium:{env_id}", num_envs=2) as run:
+        assert run.env_name == f"gymnasium:{env_id}"
+        result = run.evaluate(4, seed=5)
+        key = run.env.row_keys(episode_keys(5)[0])[1]
+        expected = in_gymnasium(run, env_id, key)
+    mine = result.rows == 1
+    assert result.lengths[mine].tolist() == [length for _, length in expected]
+    assert result.returns[mine].tolist() == pytest.approx([total for total, _ in expected], rel=1e-4)
+
+
+def test_a_run_on_a_host_environment(tmp_path: Path):
+    env = {"name": "gymnasium:Pendulum-v1", "cfg": {"max_episode_steps": 9}}
+    summary = trained(tmp_path, env=env, algorithm="ppo", normalize_observations=True, compile_mode="eager")
+    with load_run(summary["run_directory"]) as run:
+        assert run.evaluate().metrics == pytest.approx(summary["last_eval_metrics"], nan_ok=True)
+        pushed = with_output(run, [9.0])
+        assert pushed.act(torch.zeros(3)).tolist() == [2.0]  # what the environment makes of it
+        path = pushed.export(tmp_path / "policy.pt2")
+        assert torch.export.load(path).module()(torch.zeros(1, 3)).tolist() == [[2.0]]
+    with pytest.raises(RuntimeError, match="closed"):
+        run.evaluate(1)
+
+
+def test_host_environments_that_are_not_played_are_closed(tmp_path: Path, runs: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch):
+    summary = trained(tmp_path, env={"name": "gymnasium:Pendulum-v1", "cfg": {"max_episode_steps": 9}}, algorithm="ppo")
+    closed: list[str] = []
+    close = HostEnv.close
+    monkeypatch.setattr(HostEnv, "close", lambda self: (closed.append(self.spec.name), close(self))[1])
+    with load_run(summary["run_directory"], env="pendulum") as run:
+        assert closed == ["gymnasium:Pendulum-v1"]
+        assert run.env_name == "pendulum"
+    with pytest.raises(ValueError, match="does not fit"):
+        load_run(directory(runs, "ppo_discrete"), env="gymnasium:Pendulum-v1")
+    assert closed == ["gymnasium:Pendulum-v1"] * 2
 
 
 # ---- one action everywhere: training, evaluation, act, export ----

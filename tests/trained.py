@@ -34,6 +34,7 @@ def settings(output_dir: Path, *, env: Any = None, algorithm: str = "apg", polic
             "num_eval_envs": 3,
             "num_eval_episodes": 4,
             "final_eval_episodes": 7,
+            "save_frequency_updates": 1,
             "output_dir": str(output_dir),
             "compile_mode": "eager",
             **({"segment_length": 4} if algorithm == "apg" else {"buffer_size": 8}),
@@ -58,8 +59,8 @@ class NamedState(NamedTuple):
 
 
 @register_learning_env("named_entries", override=True)
-def named_entries(*, extra: int = 0) -> Env:
-    """Observations are a mapping: ``place.position`` ``[2 + extra]``, ``place.goal`` ``[1]``, and ``secret`` ``[1]`` for the critic."""
+def named_entries(*, extra: int = 0, secretive: bool = False) -> Env:
+    """Observations are a mapping: ``place.position`` ``[2 + extra]``, ``place.goal`` ``[1]``, and, unless ``secretive``, ``secret`` ``[1]`` for the critic."""
     inf = np.inf
 
     def reset(key: Tensor, params: Any) -> NamedState:
@@ -68,7 +69,8 @@ def named_entries(*, extra: int = 0) -> Env:
 
     def observe(state: NamedState, params: Any) -> dict[str, Any]:
         position = torch.cat([state.position, state.position.new_zeros(extra)])
-        return {"place": {"position": position, "goal": params["goal"].reshape(1)}, "secret": state.secret.reshape(1)}
+        place = {"position": position, "goal": params["goal"].reshape(1)}
+        return {"place": place} if secretive else {"place": place, "secret": state.secret.reshape(1)}
 
     def step(state: NamedState, action: Tensor, params: Any) -> tuple[NamedState, Outcome]:
         position = state.position + 0.1 * action
@@ -77,7 +79,7 @@ def named_entries(*, extra: int = 0) -> Env:
     place = spaces.Dict({"position": spaces.Box(-inf, inf, (2 + extra,)), "goal": spaces.Box(-inf, inf, (1,))})
     return Env(
         spec=EnvSpec(name="named_entries", max_episode_steps=5, dt=0.1, differentiable=True),
-        observation_space=spaces.Dict({"place": place, "secret": spaces.Box(-inf, inf, (1,))}),
+        observation_space=spaces.Dict({"place": place, **({} if secretive else {"secret": spaces.Box(-inf, inf, (1,))})}),
         action_space=spaces.Box(-1.0, 1.0, (2,)),
         default_params={"goal": torch.tensor(0.5)},
         reset=reset,
