@@ -31,21 +31,26 @@ class Worker:
         arguments: script and its arguments. ``--started SECONDS`` is added: the moment of the start, as ``time.time()``, for :func:`serve`.
         threads: number of threads, set in the environment before the process starts.
         environment: more variables.
+        python: the interpreter, this one by default.
 
     Attributes:
         ready: what the worker said when its warm-up was over.
+        cpu_rates: of every block, per second of processor time [1/s].
     """
 
-    def __init__(self, arguments: Sequence[str], threads: int, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(self, arguments: Sequence[str], threads: int, environment: Mapping[str, str] | None = None, python: str | None = None) -> None:
         variables = {**os.environ, **{name: str(threads) for name in THREAD_VARIABLES}, **(environment or {})}
-        command = [sys.executable, *arguments, "--started", repr(time.time())]
+        command = [python or sys.executable, *arguments, "--started", repr(time.time())]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables)
         self.ready = self._read()
+        self.cpu_rates: list[float] = []
 
     def block(self) -> float:
         """Run one block and return its rate [1/s]."""
         print("block", file=self._process.stdin, flush=True)
-        return self._read()["rate"]
+        done = self._read()
+        self.cpu_rates.append(done["cpu_rate"])
+        return done["rate"]
 
     def close(self) -> None:
         """End the worker; it may have ended already."""
@@ -92,19 +97,20 @@ def serve(prepare: Callable[[], tuple[Callable[[], Any], int, dict[str, Any]]], 
     # Whatever a library prints must not end up between the lines of the protocol.
     os.dup2(2, 1)
     call, amount, facts = prepare()
-    calls = max(2, round(seconds / _clock(call, 2)))
+    calls = max(2, round(seconds / _clock(call, 2)[0]))
     print(json.dumps(facts), file=channel, flush=True)
     for _ in sys.stdin:
         call()  # the caches have been another worker's meanwhile
-        print(json.dumps({"rate": amount / _clock(call, calls)}), file=channel, flush=True)
+        wall, cpu = _clock(call, calls)
+        print(json.dumps({"rate": amount / wall, "cpu_rate": amount / cpu}), file=channel, flush=True)
 
 
-def _clock(call: Callable[[], Any], calls: int) -> float:
-    """Seconds per call."""
-    start = time.perf_counter()
+def _clock(call: Callable[[], Any], calls: int) -> tuple[float, float]:
+    """Seconds per call, of the wall clock and of processor time over all threads."""
+    start, busy = time.perf_counter(), time.process_time()
     for _ in range(calls):
         call()
-    return (time.perf_counter() - start) / calls
+    return (time.perf_counter() - start) / calls, (time.process_time() - busy) / calls
 
 
 # -- results -------------------------------------------------------------------------------------------------------------------------------------

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_BLOCK = 8  # steps
+
 
 def discounts(done: Tensor, gamma: float | Tensor, initial: float | Tensor = 1.0, *, dtype: torch.dtype | None = None) -> Tensor:
     """Discount of each step, restarted after every done: ``D_0 = initial``, ``D_{t+1} = 1`` where ``done_t``, else ``gamma D_t``.
@@ -157,8 +159,8 @@ def td_lambda_returns(reward: Tensor, next_value: Tensor, terminated: Tensor, tr
 def discounted_suffix_sums(x: Tensor, factor: Tensor, linked: Tensor) -> Tensor:
     """``S_t = x_t + factor S_{t+1}`` where ``linked_t``, ``S_t = x_t`` elsewhere, ``S_T = 0``; exact for any factor in [0, 1], 0 and 1 included.
 
-    The spans that the sums cover are doubled log2(T) times, so that a compiled graph stays small. Where ``linked`` is false nothing of a later step reaches
-    an earlier one, in value or gradient, infinities and NaN included.
+    Step by step within blocks of 8, all blocks at once, then over the blocks in the same way: few passes over the data, and a compiled graph that hardly
+    grows with T. Where ``linked`` is false nothing of a later step reaches an earlier one, in value or gradient, infinities and NaN included.
 
     Args:
         x: floating ``[T, ...]``.
@@ -167,14 +169,35 @@ def discounted_suffix_sums(x: Tensor, factor: Tensor, linked: Tensor) -> Tensor:
 
     Source: Blelloch, "Prefix sums and their applications", 1990; here every link has the same factor, so that the product over a span is one power of it.
     """
-    span = 1
-    while span < x.shape[0]:
-        later = torch.cat([x[span:], torch.zeros_like(x[:span])])
+    length = x.shape[0]
+    if length <= _BLOCK:
+        return torch.stack(_step_by_step(list(x.unbind(0)), factor, list(linked.unbind(0)))[0])
+    blocks = -(-length // _BLOCK)
+    missing = blocks * _BLOCK - length
+
+    def by_block(value: Tensor) -> list[Tensor]:
+        """Steps of all blocks, ``_BLOCK`` times ``[blocks, ...]``; what is missing at the end is zero and linked to nothing."""
+        filled = torch.cat([value, torch.zeros_like(value[:1]).expand(missing, *value.shape[1:])]) if missing else value
+        return list(filled.reshape(blocks, _BLOCK, *value.shape[1:]).unbind(1))
+
+    within, through, powers = _step_by_step(by_block(x), factor, by_block(linked))
+    # Links as numbers: a compiled loop takes long to read a bool, so each is read once.
+    sums, links = torch.stack(within), torch.stack(through)
+    first = discounted_suffix_sums(sums[0], powers[0], links[0] > 0)
+    after = torch.cat([first[1:], torch.zeros_like(first[:1])])
+    whole = [y + power * torch.where(link > 0, after, 0) for y, power, link in zip(sums.unbind(0), powers, links.unbind(0), strict=True)]
+    return torch.stack(whole, 1).flatten(0, 1)[:length]
+
+
+def _step_by_step(x: list[Tensor], factor: Tensor, linked: list[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """From the last step to the first: the sums; whether each step is linked through to what follows the last one; and the factor of that."""
+    sums, through, powers = [x[-1]], [torch.where(linked[-1], torch.ones_like(x[-1]), 0)], [factor]
+    for value, link in zip(reversed(x[:-1]), reversed(linked[:-1]), strict=True):
         # Selected before the product: zero times the infinity of another episode would be NaN.
-        x = x + factor * torch.where(linked, later, 0)
-        linked = linked & torch.cat([linked[span:], torch.zeros_like(linked[:span])])
-        factor, span = factor * factor, 2 * span
-    return x
+        sums.append(value + factor * torch.where(link, sums[-1], 0))
+        through.append(torch.where(link, through[-1], 0))
+        powers.append(factor * powers[-1])
+    return sums[::-1], through[::-1], powers[::-1]
 
 
 def unit_number(name: str, value: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
