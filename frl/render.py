@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from frl.envs.scene import Circle, Line, Polygon
+from frl.envs.scene import Circle, Line, Picture, Polygon
 from frl.episode import Episode
 
 if TYPE_CHECKING:
@@ -109,7 +109,11 @@ def _scene_drawer(episode: Episode, width: int) -> Callable[[int], Image]:
         axes.set(xlim=(low_x, high_x), ylim=(low_y, high_y), aspect="equal")
         axes.axis("off")
         for order, shape in enumerate(scene.shapes):
-            axes.add_artist(_artist(shape, order))
+            if isinstance(shape, Picture):
+                (left, bottom), (right, top) = shape.lower_left, shape.upper_right
+                axes.imshow(shape.pixels, extent=(left, right, bottom, top), zorder=order, aspect="equal")
+            else:
+                axes.add_artist(_artist(shape, order))
         time = f"{t * episode.dt:.2f} s" if math.isfinite(episode.dt) else f"step {t}"
         text = canvas.figure.text(0.02, 0.3 * caption / (height + caption), f"{time}   return {totals[t]:.2f}   {scene.caption}", fontsize=9)
         image = _image(canvas)

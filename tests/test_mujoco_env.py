@@ -14,10 +14,12 @@ import frl
 from frl import compile as compiler
 from frl import rng, tree
 from frl.envs.check import check_env
-from frl.envs.mujoco import MujocoState, Simulator, mujoco_env
+from frl.envs.mujoco import MujocoState, Simulator, load_model, mujoco_env, pixels
+from frl.envs.mujoco.model import gymnasium_model
+from frl.envs.mujoco.scene import image, outlines
 from frl.envs.mujoco.tasks import half_cheetah, hopper, inverted_pendulum, reacher
 from frl.envs.registry import build_learning_env, get_learning_env_factory
-from frl.envs.scene import Line, Polygon
+from frl.envs.scene import Line, Picture, Polygon
 from frl.types import Outcome, Rollout
 
 pytest.importorskip("mujoco")
@@ -286,10 +288,11 @@ def test_training_goes_on_when_simulations_diverge():
 # ---- pictures ----
 
 
-def test_scene_shows_the_robot_above_the_ground():
-    env = hopper()
-    scene = env.scene(env.reset(rng.key(0), env.default_params), env.default_params)
-    ground = next(shape for shape in scene.shapes if isinstance(shape, Line))
+def test_outlines_show_the_robot_above_the_ground_and_follow_it():
+    model = gymnasium_model("hopper")
+    qpos = model.qpos0.copy()
+    scene = outlines(model, qpos, "xz")
+    ground, *marks = (shape for shape in scene.shapes if isinstance(shape, Line))
     parts = [np.array(shape.points) for shape in scene.shapes if isinstance(shape, Polygon)]
     assert len(parts) == 4
     assert {y for _, y in ground.points} == {0.0}
@@ -300,15 +303,50 @@ def test_scene_shows_the_robot_above_the_ground():
     assert points[:, 0].max() < scene.xlim[1]
     for part in parts:  # convex, counter-clockwise
         edges = np.roll(part, -1, axis=0) - part
-        nxt = np.roll(edges, -1, axis=0)
-        assert (edges[:, 0] * nxt[:, 1] - edges[:, 1] * nxt[:, 0] > 0).all()
+        after = np.roll(edges, -1, axis=0)
+        assert (edges[:, 0] * after[:, 1] - edges[:, 1] * after[:, 0] > 0).all()
+    # Elsewhere the robot is in the same place of the picture, and the marks have moved.
+    qpos[0] += 7.25
+    moved = outlines(model, qpos, "xz")
+    assert moved.caption == "x = 7.25 m"
+    np.testing.assert_allclose(np.concatenate([shape.points for shape in moved.shapes if isinstance(shape, Polygon)]), points, atol=1e-8)
+    assert {round(mark.points[0][0] % 1.0, 9) for mark in marks} == {0.0}
+    assert {round(shape.points[0][0] % 1.0, 9) for shape in moved.shapes if isinstance(shape, Line)} >= {0.75}
 
 
-def test_scene_from_above_follows_the_arm():
-    env = reacher(dtype=F64)
-    state = env.reset(rng.key(0), env.default_params)
-    state = state._replace(qpos=torch.tensor([math.pi / 2, 0.0, 0.1, 0.05], dtype=F64))
-    scene = env.scene(state, env.default_params)
+def test_outlines_from_above_show_the_arm_and_its_target():
+    scene = outlines(gymnasium_model("reacher"), np.array([math.pi / 2, 0.0, 0.1, 0.05]), "xy")
     centres = [np.array(shape.points).mean(0) for shape in scene.shapes if isinstance(shape, Polygon)]
     assert min(np.linalg.norm(c - (0.0, 0.21)) for c in centres) < 1e-3  # the fingertip
     assert min(np.linalg.norm(c - (0.1, 0.05)) for c in centres) < 1e-3  # the target
+    assert scene.caption == ""
+
+
+def test_outlines_know_every_kind_of_geom():
+    kinds = ("sphere", "capsule", "cylinder", "box", "ellipsoid")
+    for kind in kinds:
+        xml = f'<mujoco><worldbody><body pos="0 0 2" euler="0 90 0"><freejoint/><geom type="{kind}" size=".1 .2 .3"/></body></worldbody></mujoco>'
+        model = load_model(xml)
+        (shape,) = outlines(model, model.qpos0, "xz").shapes
+        assert isinstance(shape, Polygon)
+        low, high = np.array(shape.points).min(0), np.array(shape.points).max(0)
+        along, across = {"sphere": (0.2, 0.2), "capsule": (0.6, 0.2), "cylinder": (0.4, 0.2), "box": (0.6, 0.2), "ellipsoid": (0.6, 0.2)}[kind]
+        np.testing.assert_allclose(high - low, (along, across), rtol=0.02)
+
+
+def test_a_scene_is_an_image_where_mujoco_can_render_and_outlines_elsewhere(monkeypatch: pytest.MonkeyPatch):
+    env = hopper()
+    state = env.reset(rng.key(0), env.default_params)
+    assert env.scene is not None
+    monkeypatch.setattr(pixels, "_offscreen", lambda: (_ for _ in ()).throw(RuntimeError("none")))
+    assert any(isinstance(shape, Polygon) for shape in env.scene(state, env.default_params).shapes)
+    monkeypatch.undo()
+    try:
+        camera = pixels.Camera(gymnasium_model("hopper"), "xz")
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    (picture,) = image(camera, state.qpos.numpy()).shapes
+    assert isinstance(picture, Picture)
+    assert picture.pixels.shape == (pixels.HEIGHT, pixels.WIDTH, 3)
+    assert picture.pixels.std() > 10
+    assert (camera(np.array([0.0, 1.25, 1.0, -1.0, -1.0, 0.5])) != picture.pixels).any()

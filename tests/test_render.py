@@ -17,7 +17,7 @@ import frl
 from frl import render, rng, tree
 from frl.envs.env import Env
 from frl.envs.registry import get_learning_env_factory, get_registered_learning_env_names
-from frl.envs.scene import Circle, Line, Polygon, Scene
+from frl.envs.scene import Circle, Line, Picture, Polygon, Scene
 from frl.episode import Episode, play_episode
 from frl.render import render_episode
 
@@ -239,6 +239,15 @@ def test_shapes_are_where_they_should_be(tmp_path: Path):
     ring = drawn(tmp_path, [Circle(center=(5.0, 2.5), radius=2.0, color="red", filled=False)])
     assert ring[25, 50].tolist() == [255, 255, 255]
     assert ring[25, 30].tolist() != [255, 255, 255]
+
+
+def test_a_picture_is_where_it_should_be_and_not_upside_down(tmp_path: Path):
+    pixels = np.zeros((2, 1, 3), dtype=np.uint8)
+    pixels[0], pixels[1] = (255, 0, 0), (0, 0, 255)
+    image = drawn(tmp_path, [Picture(pixels=pixels, lower_left=(2.0, 1.0), upper_right=(6.0, 5.0))])
+    assert image[5, 40].tolist() == [255, 0, 0]
+    assert image[35, 40].tolist() == [0, 0, 255]
+    assert image[45, 40].tolist() == image[20, 15].tolist() == image[20, 65].tolist() == [255, 255, 255]
 
 
 def test_later_shapes_cover_earlier_ones(tmp_path: Path):

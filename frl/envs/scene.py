@@ -6,7 +6,7 @@ Coordinates are the environment's own [m], x to the right and y up. Everything i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Circle(NamedTuple):
@@ -33,6 +33,14 @@ class Polygon(NamedTuple):
     color: str = "tab:blue"
 
 
+class Picture(NamedTuple):
+    """An image of another renderer's: ``pixels`` uint8 ``[H, W, 3]``, first row on top, between two corners."""
+
+    pixels: Any
+    lower_left: tuple[float, float]
+    upper_right: tuple[float, float]
+
+
 class Scene(NamedTuple):
     """What one state looks like.
 
@@ -44,5 +52,5 @@ class Scene(NamedTuple):
 
     xlim: tuple[float, float]
     ylim: tuple[float, float]
-    shapes: Sequence[Circle | Line | Polygon]
+    shapes: Sequence[Circle | Line | Polygon | Picture]
     caption: str = ""

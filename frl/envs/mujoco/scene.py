@@ -1,4 +1,4 @@
-"""Pictures of a MuJoCo row as data: the outlines of its geoms in a plane."""
+"""Pictures of a MuJoCo row: an image by MuJoCo's renderer where there is one, otherwise the outlines of its geoms in a plane."""
 
 from __future__ import annotations
 
@@ -8,47 +8,89 @@ from typing import Any
 import numpy as np
 
 from frl.envs.mujoco.engine import engine
-from frl.envs.scene import Circle, Line, Polygon, Scene
+from frl.envs.mujoco.pixels import HEIGHT, WIDTH, Camera
+from frl.envs.scene import Circle, Line, Picture, Polygon, Scene
 from frl.types import PyTree
 
 _AXES = {"xz": (0, 2), "xy": (0, 1)}
-_MARGIN = 0.5  # around the model [m]
+_MARGIN = 0.5  # around what moves [m]
 _ROUND = 10  # corners of half a circle
 
 
 def scene_of(model: Any, view: str) -> Callable[[PyTree, PyTree], Scene]:
-    """The function ``scene(env_state, env_params) -> Scene`` of a model, seen from the side (``"xz"``) or from above (``"xy"``).
+    """The function ``scene(env_state, env_params) -> Scene`` of a model: :func:`image` where MuJoCo can render, :func:`outlines` otherwise.
 
-    Spheres, capsules, cylinders, boxes and ellipsoids are drawn as their projections, meshes as the box around them, a horizontal plane as the ground. The
-    picture follows the model: its limits are around what can move.
+    Args:
+        model: ``mujoco.MjModel``.
+        view: plane of the outlines, ``"xz"`` from the side or ``"xy"`` from above.
     """
+    cameras: list[Camera | None] = []
 
     def scene(env_state: Any, env_params: PyTree) -> Scene:
-        mujoco = engine()
-        data = mujoco.MjData(model)
-        data.qpos[:] = np.asarray(env_state.qpos.detach().cpu(), dtype=np.float64)
-        mujoco.mj_kinematics(model, data)
-        across, up = _AXES[view]
-        shapes: list[Circle | Line | Polygon] = []
-        seen: list[np.ndarray] = []
-        ground: float | None = None
-        for i in range(model.ngeom):
-            if model.geom_type[i] == mujoco.mjtGeom.mjGEOM_PLANE:
-                ground = float(data.geom_xpos[i, 2]) if view == "xz" and ground is None else ground
-                continue
-            points = _outline(model, data, i)[:, (across, up)]
-            moving = bool(model.body_dofnum[model.body_rootid[model.geom_bodyid[i]]]) or model.body_weldid[model.geom_bodyid[i]] != 0
-            if moving:
-                seen.append(points)
-            shapes.append(Polygon(points=[(float(x), float(y)) for x, y in _hull(points)], color=_color(model, i)))
-        near = np.concatenate(seen) if seen else np.zeros((1, 2))
-        low, high = near.min(0) - _MARGIN, near.max(0) + _MARGIN
-        if ground is not None:
-            low[1] = min(low[1], ground - 0.1)
-            shapes.insert(0, Line(points=[(float(low[0]) - 1.0, ground), (float(high[0]) + 1.0, ground)], color="gray"))
-        return Scene(xlim=(float(low[0]), float(high[0])), ylim=(float(low[1]), float(high[1])), shapes=shapes)
+        qpos = np.asarray(env_state.qpos.detach().cpu(), dtype=np.float64)
+        if not cameras:
+            try:
+                cameras.append(Camera(model, view))
+            except RuntimeError:
+                cameras.append(None)
+        return outlines(model, qpos, view) if cameras[0] is None else image(cameras[0], qpos)
 
     return scene
+
+
+def image(camera: Camera, qpos: np.ndarray) -> Scene:
+    """Positions ``[nq]`` as MuJoCo renders them."""
+    corner = (WIDTH / HEIGHT, 1.0)
+    return Scene(xlim=(0.0, corner[0]), ylim=(0.0, corner[1]), shapes=[Picture(pixels=camera(qpos), lower_left=(0.0, 0.0), upper_right=corner)])
+
+
+def outlines(model: Any, qpos: np.ndarray, view: str) -> Scene:
+    """Positions ``[nq]`` as projections: spheres, capsules, cylinders, boxes and ellipsoids as they are, meshes as the box around them, the ground as a line.
+
+    A picture follows a root that is free to go anywhere: it stays in the middle, and marks on the ground, one for each metre, pass by.
+    """
+    mujoco = engine()
+    data = mujoco.MjData(model)
+    data.qpos[:] = qpos
+    mujoco.mj_kinematics(model, data)
+    axes = _AXES[view]
+    origin = _followed(model, data)[list(axes)]
+    shapes: list[Circle | Line | Polygon | Picture] = []
+    seen: list[np.ndarray] = []
+    ground: float | None = None
+    for i in range(model.ngeom):
+        if model.geom_type[i] == mujoco.mjtGeom.mjGEOM_PLANE:
+            ground = float(data.geom_xpos[i, 2]) if view == "xz" and ground is None else ground
+            continue
+        points = _outline(model, data, i)[:, axes] - origin
+        if model.body_weldid[model.geom_bodyid[i]]:
+            seen.append(points)
+        shapes.append(Polygon(points=_pairs(_hull(points)), color=_color(model, i)))
+    near = np.concatenate(seen) if seen else np.zeros((1, 2))
+    low, high = near.min(0) - _MARGIN, near.max(0) + _MARGIN
+    if ground is not None and ground > low[1] - 1.0:
+        low[1] = min(low[1], ground - 0.2)
+        ends = np.array([low[0] - 5.0, high[0] + 5.0])
+        shapes.insert(0, Line(points=_pairs([(x, ground) for x in ends]), color="gray"))
+        marks = np.arange(np.ceil(ends[0] + origin[0]), np.floor(ends[1] + origin[0]) + 1) - origin[0]
+        shapes[1:1] = [Line(points=_pairs([(x, ground), (x, ground - 0.08)]), color="gray", width=1.0) for x in marks]
+    caption = f"x = {origin[0]:.2f} m" if origin.any() else ""
+    return Scene(xlim=(float(low[0]), float(high[0])), ylim=(float(low[1]), float(high[1])), shapes=shapes, caption=caption)
+
+
+def _followed(model: Any, data: Any) -> np.ndarray:
+    """``[3]``: where the first root has gone that is free to go anywhere, 0 along the axes in which none is. Heights stay."""
+    mujoco = engine()
+    place = np.zeros(3)
+    for j in range(model.njnt):
+        q = model.jnt_qposadr[j]
+        if model.jnt_type[j] == mujoco.mjtJoint.mjJNT_FREE:
+            place[:2] = data.qpos[q : q + 2]
+            break
+        if model.jnt_type[j] == mujoco.mjtJoint.mjJNT_SLIDE and not model.jnt_limited[j] and model.body_parentid[model.jnt_bodyid[j]] == 0:
+            place += model.jnt_axis[j] * (data.qpos[q] - model.qpos0[q])
+    place[2] = 0.0
+    return place
 
 
 def _outline(model: Any, data: Any, i: int) -> np.ndarray:
@@ -94,6 +136,10 @@ def _hull(points: np.ndarray) -> np.ndarray:
         return chain[:-1]
 
     return np.array(half(ordered) + half(ordered[::-1]))
+
+
+def _pairs(points: Any) -> list[tuple[float, float]]:
+    return [(float(x), float(y)) for x, y in points]
 
 
 def _color(model: Any, i: int) -> str:
