@@ -30,7 +30,7 @@ import timing
 
 UPDATES, KILLED_AFTER = 20, 7
 ROWS, STEPS = 8, 4
-CASES = ("apg_segmented", "apg_complete", "ppo", "grpo")
+CASES = ("apg_segmented", "apg_complete", "shac", "ppo", "grpo")
 PATIENCE = 1200.0  # seconds that a process may take, compilation included
 
 
@@ -82,6 +82,11 @@ def run_file(case: str, compile_mode: str, threads: int, output_dir: Path) -> di
         trainer |= {"gradient_accumulation_steps": 2, "eval_freq": 6 * ROWS * STEPS} if mode == "complete" else {}
         cfg |= {"lr_scheduler": {"name": "cosine"}, "ent_coef": 0.001}
         return {"trainer": trainer, "policy": policy, "algorithm": {"name": "apg", "cfg": cfg}}
+    if case == "shac":
+        trainer |= {"segment_length": STEPS}
+        policy = {**policy, "name": "actor_critic", "critic": network}
+        cfg |= {"n_epochs": 2, "num_mini_batches": 2, "lr_scheduler": {"name": "linear"}, "ent_coef": 0.01, "learn_temperature": True}
+        return {"trainer": trainer, "policy": policy, "algorithm": {"name": "shac", "cfg": cfg}}
     trainer |= {"buffer_size": STEPS}
     if case == "ppo":
         policy = {**policy, "name": "actor_critic", "critic": network}

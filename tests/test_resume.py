@@ -456,7 +456,7 @@ def test_a_killed_and_resumed_run_has_a_maximum_difference_of_zero(report: Calla
     command = [sys.executable, str(script), "--compile-mode", "eager", "--start", "forkserver"]
     done = subprocess.run(command, cwd=script.parents[1], capture_output=True, text=True, check=False)
     results = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [result["case"] for result in results] == ["apg_segmented", "apg_complete", "ppo", "grpo"], done.stderr
+    assert [result["case"] for result in results] == ["apg_segmented", "apg_complete", "shac", "ppo", "grpo"], done.stderr
     for result in results:
         assert (result["resumed_after"], result["updates"], result["killed_by"]) == (7, 20, "SIGKILL")
         assert result["tensors"] > 50
