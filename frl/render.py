@@ -24,6 +24,7 @@ SUFFIXES = (".gif", ".png")
 _DPI = 100
 _COLORS, _COLOR_DISTANCE = 64, 40  # most colors of a GIF, and how far apart they are
 _LAST_FRAME_MS = 1200
+_FONT, _LETTER = 9.0, 7.2  # size of a caption [points], and the width of its letters then [pixels]
 _MOST_FRAMES, _MOST_PLOTS = 400, 60  # of a GIF of scenes, or of plots; a longer episode skips more steps between frames
 _UNTIMED_SECONDS = 10.0  # of a GIF of an episode whose time is not known, at most
 _NAMED_LINES = 8  # a panel with more has no legend
@@ -102,6 +103,9 @@ def _scene_drawer(episode: Episode, width: int) -> Callable[[int], Image]:
     canvas = _canvas(width, height + caption)
     axes = canvas.figure.add_axes((0, caption / (height + caption), 1, height / (height + caption)))
     totals = np.concatenate([[0.0], np.cumsum(episode.rewards)])
+    times = [f"{t * episode.dt:.2f} s" if math.isfinite(episode.dt) else f"step {t}" for t in range(episode.length + 1)]
+    captions = [f"{time}   return {total:.2f}   {scene.caption}" for time, total, scene in zip(times, totals, episode.scenes, strict=True)]
+    font = min(_FONT, _FONT * width / (_LETTER * max(len(text) for text in captions)))
 
     def draw(t: int) -> Image:
         scene = episode.scenes[t]
@@ -114,8 +118,7 @@ def _scene_drawer(episode: Episode, width: int) -> Callable[[int], Image]:
                 axes.imshow(shape.pixels, extent=(left, right, bottom, top), zorder=order, aspect="equal")
             else:
                 axes.add_artist(_artist(shape, order))
-        time = f"{t * episode.dt:.2f} s" if math.isfinite(episode.dt) else f"step {t}"
-        text = canvas.figure.text(0.02, 0.3 * caption / (height + caption), f"{time}   return {totals[t]:.2f}   {scene.caption}", fontsize=9)
+        text = canvas.figure.text(0.02, 0.3 * caption / (height + caption), captions[t], fontsize=font)
         image = _image(canvas)
         text.remove()
         return image

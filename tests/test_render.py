@@ -153,7 +153,7 @@ def test_every_environment_can_be_drawn(name: str, tmp_path: Path):
     limit = env.env.spec.max_episode_steps or 5
     episode = play_episode(env, idle(env), max_steps=min(5, limit))
     for scene in episode.scenes:
-        assert all(type(x) is float and math.isfinite(x) for x in numbers(scene))
+        assert all(isinstance(x, (int, float)) and math.isfinite(x) for x in numbers(scene))
         assert scene.xlim[0] < scene.xlim[1]
         assert scene.ylim[0] < scene.ylim[1]
     gif, png = (render_episode(episode, tmp_path / f"a{suffix}", width=100, frames=2) for suffix in (".gif", ".png"))
@@ -254,6 +254,15 @@ def test_later_shapes_cover_earlier_ones(tmp_path: Path):
     disc, line = Circle(center=(5.0, 2.5), radius=2.0, color="red"), Line(points=[(0.0, 2.5), (10.0, 2.5)], color="blue", width=6.0)
     assert drawn(tmp_path, [disc, line])[25, 50].tolist() == [0, 0, 255]
     assert drawn(tmp_path, [line, disc])[25, 50].tolist() == [255, 0, 0]
+
+
+@pytest.mark.parametrize("width", [64, 200, 360])
+def test_a_caption_fits(tmp_path: Path, width: int):
+    scene = Scene(xlim=(0.0, 10.0), ylim=(0.0, 5.0), shapes=[], caption="WMWMWMWM of which +1.85 m into the picture, and farther from the target than at first")
+    episode = Episode(name="x", dt=0.1, obs=np.zeros((2, 1)), actions=np.zeros((1, 1)), rewards=np.zeros(1), ending="terminated", scenes=(scene, scene))
+    (image,) = frames(render_episode(episode, tmp_path / "a.png", width=width, frames=1))
+    written = np.flatnonzero((image < 250).any((0, 2)))
+    assert width / 2 < written[-1] < width - 1
 
 
 def test_a_gif_keeps_its_colors(tmp_path: Path):
