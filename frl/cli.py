@@ -6,14 +6,12 @@ Exit codes: 0, 1 for failures, 2 for a wrong call or run file. Errors are one me
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
-from frl.commands import evaluate, plot, render, runs
+from frl.commands import evaluate, plot, render, runs, train
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -21,17 +19,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    train = commands.add_parser("train", help="train what a run file describes")
-    train.add_argument("config", help="run file (.yaml, .yml or .json)")
-    train.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="override a key, for example trainer.num_envs=32")
-    train.add_argument("--resume", metavar="FILE|latest|best", help="checkpoint to continue from")
-    train.add_argument("--run", metavar="DIR", help="run directory of --resume latest or best")
-    train.add_argument("--resume-scheduler", choices=("restore", "restart"), default="restore", help="continue the learning-rate schedule or begin it anew")
-    train.add_argument("--stop-after", type=_positive, metavar="N", help="stop after N updates of this process, to go on later; schedules stay as they are")
-    train.add_argument("--profile", action="store_true", help="write a torch profiler trace of a few updates and print the seconds of each part of the loop")
-    train.add_argument("--quiet", action="store_true", help="no live line")
-
-    for module in (evaluate, plot, render, runs):
+    for module in (train, evaluate, plot, render, runs):
         module.add(commands)
 
     check = commands.add_parser("check", help="check an environment's gradient against central differences")
@@ -47,13 +35,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text}")
-    return value
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
     arguments = _parser().parse_args(argv)
@@ -61,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.path.insert(0, os.getcwd())  # modules beside the run file, as with python -m frl
     from frl.config import ConfigError
 
-    commands = {"train": _train, "eval": evaluate.run, "plot": plot.run, "render": render.run, "runs": runs.run, "check": _check, "list": _list}
+    commands = {"train": train.run, "eval": evaluate.run, "plot": plot.run, "render": render.run, "runs": runs.run, "check": _check, "list": _list}
     before, warnings.formatwarning = warnings.formatwarning, lambda message, *_, **__: f"frl: {' '.join(str(message).split())}\n"
     try:
         return commands[arguments.command](arguments)
@@ -86,73 +67,6 @@ def _fail(error: BaseException, code: int) -> int:
         text = " ".join(line.strip() for line in text.splitlines() if line.strip())
     print(f"frl: {text or type(error).__name__}", file=sys.stderr)
     return code
-
-
-def _train(arguments: argparse.Namespace) -> int:
-    if arguments.run is not None and arguments.resume not in ("latest", "best"):
-        return _fail(ValueError("--run needs --resume latest or --resume best"), 2)
-    if arguments.resume in ("latest", "best") and arguments.run is None:
-        return _fail(ValueError("--resume latest or best needs --run"), 2)
-    if arguments.resume_scheduler == "restart" and arguments.resume is None:
-        return _fail(ValueError("--resume-scheduler restart needs --resume"), 2)
-    from frl.interrupts import Interrupted
-    from frl.run import train_from_config
-
-    warnings.filterwarnings("once", category=RuntimeWarning, module="frl")
-    try:
-        summary = train_from_config(
-            arguments.config,
-            resume=arguments.resume,
-            run=arguments.run,
-            resume_scheduler=arguments.resume_scheduler,
-            stop_after=arguments.stop_after,
-            profile=arguments.profile,
-            overrides=arguments.overrides,
-            progress=not arguments.quiet,
-        )
-    except Interrupted as interrupt:
-        _report(interrupt.summary)
-        print(f"frl: {interrupt}", file=sys.stderr)
-        return interrupt.exit_code
-    _report(summary)
-    return 0
-
-
-def _report(summary: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(show_header=False, box=None, pad_edge=False)
-    rows = [
-        ("updates", f"{summary['num_updates']:,} ({summary['skipped_updates']} skipped)"),
-        ("env steps", f"{summary['global_step']:,}"),
-        ("steady speed", f"{summary['training_fps']:,.0f} env steps/s" if math.isfinite(summary["training_fps"]) else "not measured"),
-        ("compiling", f"{summary['compile_seconds']:.1f} s (first update after {summary['seconds_to_first_update']:.1f} s)"),
-        ("total", f"{summary['elapsed_time_sec']:.1f} s"),
-    ]
-    for name, value in summary["last_eval_metrics"].items():
-        if value is not None and math.isfinite(value):
-            rows.append((name, f"{value:.4g}"))
-    for name, value in rows:
-        table.add_row(name, value)
-    Console(soft_wrap=True).print(table)
-    if summary["phases"]:
-        Console(soft_wrap=True).print(_phases(summary["phases"]))
-    print(f"run: {summary['run_directory']}")  # a table cuts at the width of the terminal
-    if summary["status"] in ("stopped", "interrupted"):
-        print(f"{summary['status']} before its budget; go on with --resume latest --run {summary['run_directory']}")
-
-
-def _phases(rows: list[dict[str, Any]]) -> Any:
-    from rich.table import Table
-
-    table = Table(title="seconds of the loop", title_justify="left", box=None, pad_edge=False)
-    for name in ("phase", "calls", "seconds", "share", "steady ms/call"):
-        table.add_column(name, justify="left" if name == "phase" else "right")
-    for row in rows:
-        steady = f"{row['steady_ms']:.2f}" if math.isfinite(row["steady_ms"]) else "-"
-        table.add_row(row["phase"], str(row["calls"]), f"{row['seconds']:.3f}", f"{row['share']:.1%}", steady)
-    return table
 
 
 def _check(arguments: argparse.Namespace) -> int:
