@@ -147,11 +147,14 @@ def test_success_means_upright_and_still_for_two_seconds():
     assert outcome.metrics["held_time"].item() == pytest.approx(119 / 60, rel=1e-5)
     state, outcome = play(state, 1)
     assert outcome.metrics["success"]
-    for change in ({"angle": torch.tensor(0.2)}, {"angular_velocity": torch.tensor(0.6)}, {"velocity": torch.tensor(-0.6)}):
+    _, outcome = play(state._replace(velocity=torch.tensor(-2.0)), 1)
+    assert outcome.metrics["success"], "still is said of the pole"
+    assert outcome.metrics["final_position"].item() == pytest.approx(abs(0.7 - 2 / 60), rel=1e-4)
+    for change in ({"angle": torch.tensor(0.21)}, {"angular_velocity": torch.tensor(-0.6)}):
         moved, outcome = play(state._replace(**change), 1)
         assert not outcome.metrics["success"]
         assert not moved.held
-        _, outcome = play(moved._replace(angle=torch.tensor(0.0), angular_velocity=torch.tensor(0.0), velocity=torch.tensor(0.0)), 1)
+        _, outcome = play(moved._replace(angle=torch.tensor(0.0), angular_velocity=torch.tensor(0.0)), 1)
         assert not outcome.metrics["success"], "the two seconds begin anew"
 
 

@@ -37,7 +37,7 @@ class CartPoleSwingUpParams(NamedTuple):
     initial_angle: Tensor  # the pole starts uniformly within +- this of hanging [rad]
     initial_speed: Tensor  # both speeds start uniformly within +- this [m/s], [rad/s]
     success_angle: Tensor  # upright: |angle| below this [rad]
-    success_speed: Tensor  # still: both speeds below this [m/s], [rad/s]
+    success_speed: Tensor  # still: |angular velocity| below this [rad/s]
     success_time: Tensor  # how long it has to be upright and still [s]
 
 
@@ -67,7 +67,7 @@ def cartpole_swingup(
     initial_position: float = math.pi / 2,
     initial_angle: float = math.pi / 2,
     initial_speed: float = 0.25,
-    success_angle: float = 0.1,
+    success_angle: float = 0.2,
     success_speed: float = 0.5,
     success_time: float = 2.0,
     dtype: torch.dtype = torch.float32,
@@ -89,8 +89,9 @@ def cartpole_swingup(
     ``wrap`` has slope 1 everywhere, so the reward has a kink where the pole hangs straight down. The track has no end and no episode terminates.
 
     Observation ``[5]``: ``x``, ``x_dot``, ``sin(theta)``, ``cos(theta)``, ``theta_dot``.
-    Metrics (cut from the graph): ``success`` (upright and still in every step of the last ``success_time``), ``final_angle`` [rad, absolute and wrapped],
-    ``held_time`` [s] for which it has been upright and still.
+    Metrics (cut from the graph): ``success`` (the pole was upright and still in every step of the last ``success_time``; the cart may still be on its way
+    back), ``final_angle`` [rad, absolute and wrapped], ``final_position`` of the cart [m, absolute], ``held_time`` [s] for which the pole has been upright and
+    still.
 
     Args:
         max_episode_steps: time limit [steps], or ``None``.
@@ -108,7 +109,7 @@ def cartpole_swingup(
         initial_angle: half-width of the reset distribution of the angle around hanging [rad], at least 0.
         initial_speed: half-width of the reset distribution of both speeds [m/s, rad/s], at least 0.
         success_angle: tolerance of the success metric [rad].
-        success_speed: tolerance of the success metric [m/s, rad/s].
+        success_speed: tolerance of the success metric [rad/s].
         success_time: duration of the success metric [s].
         dtype: ``torch.float32`` or ``torch.float64``, of the default parameters; states follow their parameters.
 
@@ -191,13 +192,13 @@ def _step(env_state: CartPoleSwingUpState, action: Tensor, env_params: CartPoleS
     angle = wrap_angle(theta)
     cost = angle.square() + p.angular_velocity_weight * omega.square() + p.position_weight * x.square() + p.velocity_weight * v.square()
     final_angle = angle.detach().abs()
-    still = torch.maximum(omega.detach().abs(), v.detach().abs()) < p.success_speed
-    held = torch.where((final_angle < p.success_angle) & still, held + 1.0, 0.0)
+    held = torch.where((final_angle < p.success_angle) & (omega.detach().abs() < p.success_speed), held + 1.0, 0.0)
     held_time = held * p.dt
     # Half a step of slack: a sum of rounded steps may fall short of the time by a rounding error.
     success = held_time > p.success_time - 0.5 * p.dt
+    metrics = {"success": success, "final_angle": final_angle, "final_position": x.detach().abs(), "held_time": held_time}
     new = CartPoleSwingUpState(position=x, angle=theta, velocity=v, angular_velocity=omega, held=held)
-    return new, Outcome(reward=-cost, terminated=torch.zeros_like(success), metrics={"success": success, "final_angle": final_angle, "held_time": held_time})
+    return new, Outcome(reward=-cost, terminated=torch.zeros_like(success), metrics=metrics)
 
 
 def _scene(env_state: CartPoleSwingUpState, env_params: CartPoleSwingUpParams) -> Scene:
