@@ -50,6 +50,8 @@ def test_every_public_name_resolves():
 
 @pytest.mark.parametrize("number", range(len(EXAMPLES)))
 def test_examples_run(number: int):
+    if "mujoco" in EXAMPLES[number]:
+        pytest.importorskip("mujoco")
     text = EXAMPLES[number].replace("segment_length=64", "segment_length=2, compile_mode='eager'").replace("num_envs=64", "num_envs=4")
     exec(compile(text, f"README example {number}", "exec"), {"__name__": f"readme_{number}"})
 
@@ -72,6 +74,17 @@ def test_every_environment_has_a_line():
     for name in listed:
         env = get_learning_env_factory(name)()
         assert env.spec.differentiable or name == "cartpole"
+
+
+def test_the_example_of_a_mujoco_model_has_a_right_gradient():
+    pytest.importorskip("mujoco")
+    from frl.envs.check import check_env
+    from frl.envs.registry import get_learning_env_factory, get_registered_learning_env_names
+
+    if "my_arm" not in get_registered_learning_env_names():
+        exec(compile(next(text for text in EXAMPLES if "my_arm" in text), "README", "exec"), {"__name__": "readme_mujoco"})
+    report = check_env(get_learning_env_factory("my_arm")(), num_envs=8, num_steps=4)
+    assert report.passed, report.text()
 
 
 def test_the_commands_are_one_line_each():
