@@ -180,8 +180,9 @@ def discounted_suffix_sums(x: Tensor, factor: Tensor, linked: Tensor) -> Tensor:
         filled = torch.cat([value, torch.zeros_like(value[:1]).expand(missing, *value.shape[1:])]) if missing else value
         return list(filled.reshape(blocks, _BLOCK, *value.shape[1:]).unbind(1))
 
-    within, through, powers = _step_by_step(by_block(x), factor, by_block(linked))
-    # Links as numbers: a compiled loop takes long to read a bool, so each is read once.
+    # Links as numbers beside the values: a compiled loop takes long to read a bool, so each is read once.
+    x, link = torch.stack((x, linked.to(x.dtype))).unbind(0)
+    within, through, powers = _step_by_step(by_block(x), factor, [part > 0 for part in by_block(link)])
     sums, links = torch.stack(within), torch.stack(through)
     first = discounted_suffix_sums(sums[0], powers[0], links[0] > 0)
     after = torch.cat([first[1:], torch.zeros_like(first[:1])])

@@ -421,3 +421,37 @@ def test_the_registry_builds_from_a_run_files_blocks():
         build_algo("grpo", {**cfg, "reset_every_rollout": False}, **options)
     with pytest.raises(TypeError, match="takes no 'gae_lambda'"):
         build_algo("grpo", {"gae_lambda": 0.9}, **options)
+
+
+@pytest.mark.parametrize("mode", [CAPTURED, "eager"])
+@pytest.mark.parametrize("estimator", ["exact", "k3"])
+def test_nothing_is_read_back_to_the_host(mode, estimator, monkeypatch):
+    algo = algorithm(compile_mode=mode, normalize=mode == "eager", kl_estimator=estimator)
+    state = algo.update(*algo.collect(algo.init(key(0))))
+    calls = []
+    for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__"):
+        monkeypatch.setattr(Tensor, name, lambda self, *args, name=name: calls.append(name))
+    collected, rollout = algo.collect(state)
+    algo.update(collected, rollout)
+    assert calls == []
+
+
+@pytest.mark.parametrize("mode", [CAPTURED, "eager"])
+def test_an_actor_alone_for_discrete_actions(mode):
+    """The update is that of an actor-critic with the same actor: the critic is never read."""
+    env = make_vec_env(cartpole(), 8)
+    alone = actor_only(4, env.single_action_space, network=mlp(4, 2, [4], activation="tanh"))
+    with_critic = actor_critic(4, env.single_action_space, actor=mlp(4, 2, [4], activation="tanh"), critic=mlp(4, 1, []))
+    config = GrpoConfig(buffer_size=12, group_size=4, n_epochs=2, batch_size=32, compile_mode=mode)
+    states = []
+    for policy in (alone, with_critic):
+        algo = make_grpo(env, policy, sgd(), config, learning_rate=0.5)
+        state = algo.init(key(0))
+        actor = alone.init(key(3))["actor"]
+        params = {**state.params, "actor": actor}
+        extra = {**state.extra, "reference": {**state.extra["reference"], "params": params}}
+        states.append(algo.update(*algo.collect(state._replace(params=params, extra=extra))))
+    assert set(states[0].params) == {"actor"}
+    assert_trees_close(states[0].params["actor"], states[1].params["actor"], ops=1000)
+    assert float(states[0].metrics["skipped_update"]) == 0.0
+    assert float(states[0].metrics["grad_norm"]) > 0
