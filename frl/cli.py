@@ -88,12 +88,14 @@ def _check(arguments: argparse.Namespace) -> int:
 
 def _list(arguments: argparse.Namespace) -> int:
     from frl.algorithms.registry import get_registered_algo_names
+    from frl.envs.mujoco.engine import installed
+    from frl.envs.mujoco.tasks import PREFIX, TASKS
     from frl.envs.registry import get_registered_learning_env_names
     from frl.optim import get_registered_lr_scheduler_names, get_registered_optimizer_names
     from frl.policies import get_registered_policy_names
 
     groups = {
-        "environments": get_registered_learning_env_names(),
+        "environments": [*get_registered_learning_env_names(), *(PREFIX + task for task in TASKS if installed())],
         "policies": get_registered_policy_names(),
         "algorithms": get_registered_algo_names(),
         "optimizers": get_registered_optimizer_names(),

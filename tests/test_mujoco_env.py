@@ -13,6 +13,7 @@ import torch
 import frl
 from frl import compile as compiler
 from frl import rng, tree
+from frl.cli import main
 from frl.envs.check import check_env
 from frl.envs.mujoco import MujocoState, Simulator, load_model, mujoco_env, pixels
 from frl.envs.mujoco.model import gymnasium_model
@@ -125,6 +126,11 @@ def test_tasks_are_found_by_name_in_any_case():
     for key, value in (("healthy_z_range", [1.0, 0.0]), ("healthy_z_range", 3), ("healthy_reward", math.nan), ("smooth", 1), ("threads", 0)):
         with pytest.raises(ValueError, match=key):
             build_learning_env("mujoco:Hopper-v5", **{key: value})
+
+
+def test_tasks_are_listed(capsys: pytest.CaptureFixture[str]):
+    assert main(["list"]) == 0
+    assert "mujoco:Hopper-v5" in capsys.readouterr().out
 
 
 def test_without_the_extra_one_sentence_says_what_to_do(monkeypatch: pytest.MonkeyPatch):

@@ -9,9 +9,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 
+def installed() -> bool:
+    """Whether MuJoCo is there."""
+    return importlib.util.find_spec("mujoco") is not None
+
+
 def require_mujoco(what: str) -> None:
     """``ModuleNotFoundError`` with the command that installs it, unless MuJoCo is there."""
-    if importlib.util.find_spec("mujoco") is None:
+    if not installed():
         raise ModuleNotFoundError(f"{what} needs MuJoCo, which is not installed; install it with: pip install 'frl[mujoco]'")
 
 
