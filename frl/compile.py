@@ -31,7 +31,7 @@ _graphs = 0
 _seconds = 0.0
 _warned = False
 _broken = False
-_proven = False  # a native library has been compiled and loaded
+_proven = False  # the C++ compiler has made a library
 _careful = False  # probe the compiler's vector instruction sets before use
 
 
@@ -245,13 +245,23 @@ def _attempt(make: Callable[[], Any], what: str) -> Any:
     global _careful
     try:
         with _Timer():
-            return _in_clean_thread(make)
+            return _in_clean_thread(lambda: _believing_processor(make))
     except Exception as error:
         if not _careful:
             _careful = True
             return _attempt(make, what)
         _fall_back(error, what)
         return None
+
+
+def _believing_processor(make: Callable[[], Any]) -> Any:
+    """``make()`` without Inductor's test programs for every vector instruction set that it considers, seven seconds in all."""
+    from torch._inductor import config
+
+    if _careful or config.cpp.vec_isa_ok is not None:
+        return make()
+    with config.patch({"cpp.vec_isa_ok": True}):
+        return make()
 
 
 class _Timer:
@@ -278,15 +288,24 @@ def _generate(
     outputs = next(iter(reversed(graph.graph.nodes)))
     outputs.meta["user_visible_output_idxs"] = list(range(len(outputs.args[0])))
     options: dict[str, Any] = {"size_asserts": False, "alignment_asserts": False}
-    if not _careful and config.cpp.vec_isa_ok is None:
-        # Inductor builds and loads a test program for every vector instruction set it considers, seven seconds in all; the processor's own list is
-        # believed first.
-        options["cpp.vec_isa_ok"] = True
     if threads is not None:
         options["cpp.threads"] = threads
-    with config.patch(options), native.deferring_kernels(), torch.no_grad():
+    with config.patch(options), native.deferring_kernels(), _one_handler(), torch.no_grad():
         code = compile_fx_inner(graph, examples, is_backward=backward, is_inference=inference)
     return getattr(code, "current_callable", None) or code
+
+
+def _one_handler() -> Any:
+    """A context in which Inductor fills its table of dtype rules once, and not again for every operation that it writes (a tenth of its time)."""
+    from unittest import mock
+
+    try:
+        from torch._inductor.dtype_propagation import DtypePropagationOpsHandler as Handler
+
+        only = Handler()
+    except (ImportError, AttributeError, TypeError):
+        return contextlib.nullcontext()
+    return mock.patch.object(Handler, "__init__", return_value=None) if Handler() is only else contextlib.nullcontext()
 
 
 def _finished(call: Callable[[list], Sequence]) -> Callable[[list], Sequence]:
@@ -458,13 +477,13 @@ class Kernel:
 
         def make() -> native.Loop | None:
             global _proven
+            if not _proven:  # a missing compiler shows here, where there is a way back; libraries are waited for when they are needed
+                native.prove_compiler()
+                _proven = True
             try:
                 loop = build()
             except native.Unsupported:
                 return None  # what was generated is kept for the calls from Python
-            if not _proven:  # a missing compiler shows here, where there is a way back; later libraries are waited for when they are needed
-                loop.load()
-                _proven = True
             return loop
 
         def build() -> native.Loop:

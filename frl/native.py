@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
+import shutil
 import time
 import types
 from collections.abc import Callable, Sequence
@@ -242,7 +243,9 @@ def trace(call: Callable, examples: Sequence[Tensor], threads: int | None = None
 # -- C++ ------------------------------------------------------------------------------------------------------------------------------------------------
 
 _PREFIX = """
+#ifndef INDUCTOR_USE_VECTOR_TYPES  // by the precompiled header
 #include <torch/csrc/inductor/cpp_prefix.h>
+#endif
 #include <cstring>
 #include <exception>
 #define FRL_GEMM(name, T) extern "C" void name( \
@@ -417,20 +420,43 @@ def has_products() -> bool:
     return all(hasattr(library, name) for name, _ in _GEMM.values())
 
 
+@functools.cache
+def _libraries() -> Any:
+    """Inductor's cache of C++ libraries, with the header that all of ours include parsed once for all."""
+    from torch._inductor.codecache import CppCodeCache
+
+    class Libraries(CppCodeCache):
+        cache: dict = {}
+
+        @classmethod
+        def _get_uncompiled_header(cls, device: str) -> str | None:
+            return "torch/csrc/inductor/cpp_prefix.h" if shutil.which("openssl") else None  # Inductor calls it to compare headers
+
+    return Libraries
+
+
+@functools.cache
+def _compilers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(2, "frl-c++")
+
+
+def prove_compiler() -> None:
+    """Have nothing compiled with the flags of a library, or raise what the compiler says."""
+    from torch._inductor.codecache import CppCodeCache
+
+    CppCodeCache.load("#include <cmath>\n#include <omp.h>\n", needs_vec_isa=True)
+
+
 class _Build:
     """A library on its way."""
 
     def __init__(self, source: str) -> None:
-        from torch._inductor.codecache import CppCodeCache
-
-        self._pool = ThreadPoolExecutor(1)
-        self._get = CppCodeCache.load_async(source, "cpu", self._pool.submit, needs_vec_isa=True)
+        self._library = _compilers().submit(lambda: _libraries().load_async(source, "cpu", needs_vec_isa=True)())
 
     def load(self) -> Callable[[Any, int, Any], int]:
         global _waited
         start = time.perf_counter()
-        library = self._get()
-        self._pool.shutdown(wait=False)
+        library = self._library.result()
         _waited += time.perf_counter() - start
         return library.frl_loop
 
