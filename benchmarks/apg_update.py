@@ -63,7 +63,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         def start(side: str, n: int) -> timing.Worker:
             options = {"--worker": side, "--threads": n, "--num-envs": args.num_envs, "--horizon": args.horizon, "--limit": args.limit}
             command = [__file__, *(str(x) for pair in options.items() for x in pair), *(["--quick"] if args.quick else [])]
-            worker = timing.Worker(command, n, {"TORCHINDUCTOR_CACHE_DIR": caches[n]})
+            worker = timing.Worker(command, n, {"TORCHINDUCTOR_CACHE_DIR": caches[n], "TMPDIR": caches[n]})
             stack.callback(worker.close)
             return worker
 

@@ -23,6 +23,7 @@ from frl.optim import coerce_lr_scheduler_cfg, coerce_optimizer_cfg
 from frl.policies import build_policy
 from frl.train import LoopConfig
 from frl.types import Algorithm, Normalizer, TrainState
+from frl.warm_up import MOST_STEPS, eager_first_update
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 FINAL_SEED = 1_000_003  # added to eval_seed: the final evaluation plays episodes that no earlier one has played
@@ -145,17 +146,23 @@ def _build(config: RunConfig, source: str, schedule_updates: int | None, opened:
     algo_cfg = dict(blocks["algorithm"].get("cfg", {}))
     updates, timesteps = _budget(config)
     horizon = _steps_per_update(config)
-    with _refused(source, "algorithm"):
-        algorithm = build_algo(
+
+    def build(compile_mode: str) -> Algorithm:
+        return build_algo(
             config.algorithm.name,
             algo_cfg,
             env=env,
             policy=policy,
-            trainer=blocks["trainer"],
+            trainer={**blocks["trainer"], "compile_mode": compile_mode},
             normalizer=normalizer,
             total_updates=last_update(config) if schedule_updates is None else schedule_updates,
             dtype=dtype,
         )
+
+    with _refused(source, "algorithm"):
+        algorithm = build(cfg.compile_mode)
+        if cfg.eager_first_update and cfg.compile_mode != "eager" and isinstance(env, VecEnv) and horizon <= MOST_STEPS:
+            algorithm = eager_first_update(algorithm, build("eager"))
     loop_config = LoopConfig(
         total_updates=updates,
         total_timesteps=timesteps,

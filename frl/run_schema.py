@@ -126,6 +126,7 @@ class TrainerCfg(Section):
     output_dir: Annotated[str, free_text("a directory (text)")] = "outputs"
     imports: Annotated[tuple[str, ...], name_list("a list of module names", r"[^\W\d]\w*(\.[^\W\d]\w*)*", empty=True)] = ()
     compile_mode: Annotated[str, word("inductor", "aot_eager", "eager")] = "inductor"
+    eager_first_update: Switch = True
     threads: Annotated[int | None, integer(1, none=True)] = None
     scan_memory: Annotated[str, word("save", "recompute")] = "save"
 
