@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 from torch._C import _functorch as functorch  # pyright: ignore[reportAttributeAccessIssue]
 
-from frl import native, philox, tree
+from frl import native, tree
+from frl.one_operation import as_one_operation
 
 MODES = ("inductor", "aot_eager", "dynamo", "eager")
 
@@ -448,17 +449,15 @@ class Kernel:
         def flat(*args: Tensor) -> list[Tensor]:
             return _fresh(self.fn(list(args)), args)
 
-        with self._one_draw():
+        with self._one_operation():
             return aot_export_joint_simple(
                 flat, tuple(_fake(self.examples)), trace_joint=False, decompositions=_decompositions() if self.mode == "inductor" else None
             )
 
-    def _one_draw(self) -> Any:
-        """Random words are drawn by one operation in graphs for Inductor on a CPU."""
+    def _one_operation(self) -> Any:
+        """Random words and the like are one operation in graphs for Inductor on a CPU."""
         on = self.mode == "inductor" and all(x.device.type == "cpu" for x in self.examples)
-        if on:
-            philox.start_compiling()
-        return philox.as_one_operation(on)
+        return as_one_operation(on)
 
     # -- a native loop -------------------------------------------------------------------------------------------------------------------------
     def loop(self, counts: tuple[int, int, int, int], *, differentiable: bool, shards: int) -> native.Loop | None:
@@ -572,7 +571,7 @@ class Kernel:
             return [y if need else y.detach().clone() for y, need in zip(outputs, self.out_needs, strict=True)]
 
         examples = tuple(x.requires_grad_(need) for x, need in zip(_fake(self.examples), self.needs, strict=True))
-        with torch.enable_grad(), self._one_draw():
+        with torch.enable_grad(), self._one_operation():
             joint: Any = aot_export_joint_simple(flat, examples, trace_joint=True, decompositions=_decompositions() if self.mode == "inductor" else None)
         forward, backward = min_cut_rematerialization_partition(joint, None, num_fwd_outputs=self._n_out)
         self._align(forward, backward)

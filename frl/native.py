@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from frl import philox
+from frl import philox, suffix_sums
 
 _ALIGN = 64
 _C_TYPES = {torch.float32: "float", torch.float64: "double", torch.int64: "int64_t", torch.int32: "int32_t", torch.bool: "bool"}
@@ -79,7 +79,7 @@ class Sym:
 @dataclass
 class Program:
     """Calls in order: ``("mm", a, b, out)``, ``("addmm", a, b, out, bias)``, ``("bmm", a, b, out)``, ``("philox", operands, out, c0, c2)``,
-    ``("cumsum", x, out, dim)`` or ``("kernel", name, arguments)``."""
+    ``("cumsum", x, out, dim)``, ``("suffix_sums", x, factor, linked, out)`` or ``("kernel", name, arguments)``."""
 
     storages: list[Storage]
     inputs: list[Sym]
@@ -131,9 +131,9 @@ def compile_kernels(call: Callable) -> None:
 class _Torch:
     """The module ``torch`` with the operations that native code replaces."""
 
-    def __init__(self, random_words: Callable, cumsum: Callable) -> None:
+    def __init__(self, cumsum: Callable, **ours: Callable) -> None:
         space = types.SimpleNamespace
-        self.ops = space(frl=space(philox=space(default=random_words)), aten=space(cumsum=space(default=cumsum)))
+        self.ops = space(frl=space(**{name: space(default=function) for name, function in ours.items()}), aten=space(cumsum=space(default=cumsum)))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -210,6 +210,14 @@ def trace(call: Callable, examples: Sequence[Tensor], threads: int | None = None
         program.calls.append(("philox", operands, out, c0, c2))
         return out
 
+    def sums(*args: Any) -> Sym:
+        x, factor, linked = map(known, args)
+        out = empty(x.shape, _dense(x.shape), x.dtype)
+        if not (x.contiguous and factor.contiguous and linked.contiguous):
+            raise Unsupported("suffix sums of tensors that are not contiguous")
+        program.calls.append(("suffix_sums", x, factor, linked, out))
+        return out
+
     def cumsum(x: Any, dim: int, dtype: torch.dtype | None = None) -> Sym:
         x = known(x)
         out = empty(x.shape, _dense(x.shape), dtype or x.dtype)
@@ -226,7 +234,7 @@ def trace(call: Callable, examples: Sequence[Tensor], threads: int | None = None
             program.calls.append(("kernel", name, [known(x) for x in args]))
 
         names[name] = record
-    names.update(empty_strided_cpu=empty, reinterpret_tensor=view, extern_kernels=Products(), torch=_Torch(random_words, cumsum))
+    names.update(empty_strided_cpu=empty, reinterpret_tensor=view, extern_kernels=Products(), torch=_Torch(cumsum, philox=random_words, suffix_sums=sums))
     function = getattr(call, "__func__", call)
     recorded = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     owner = [call.__self__] if hasattr(call, "__self__") else []  # pyright: ignore[reportFunctionMemberAccess]
@@ -253,6 +261,32 @@ _PREFIX = """
 FRL_GEMM(sgemm_, float)
 FRL_GEMM(dgemm_, double)
 extern "C" int MKL_Set_Num_Threads_Local(int) __attribute__((weak));
+
+#if INDUCTOR_USE_VECTOR_TYPES()
+// at::vec reads and writes bools one by one; these loops are vectorised.
+template <size_t size> struct Mask { using type = int32_t; };
+template <> struct Mask<8> { using type = int64_t; };
+template <typename T, int N> static inline at::vec::VecMask<T, N> frl_mask(const bool* b, int64_t count = at::vec::VecMask<T, N>::size()) {
+  using M = at::vec::VecMask<T, N>;
+  constexpr int size = M::size();
+  if (count < size) return M::from(b, count);
+  alignas(64) typename Mask<sizeof(T)>::type m[size];
+  const uint8_t* const x = (const uint8_t*)b;
+  #pragma omp simd
+  for (int i = 0; i < size; ++i) m[i] = x[i] ? -1 : 0;
+  return M(at::vec::VectorizedN<T, N>::loadu(m));
+}
+template <typename T, typename... Count> static inline void frl_store(T x, void* b, Count... count) { x.store(b, count...); }
+template <typename T, int N> static inline void frl_store(at::vec::VecMask<T, N> x, bool* b, int64_t count = at::vec::VecMask<T, N>::size()) {
+  constexpr int size = at::vec::VecMask<T, N>::size();
+  if (count < size || (sizeof(T) != 4 && sizeof(T) != 8)) return x.store(b, count);
+  alignas(64) typename Mask<sizeof(T)>::type m[size];
+  at::vec::VectorizedN<T, N>(x).store(m);
+  uint8_t* const y = (uint8_t*)b;
+  #pragma omp simd
+  for (int i = 0; i < size; ++i) y[i] = m[i] ? 1 : 0;
+}
+#endif
 
 struct Table { char* const* base; const int64_t* step; const int64_t* ring; char* const* start; };
 static inline char* place_of(const Table& f, int i, int64_t t) { return f.base[i] + (f.ring[i] ? t % f.ring[i] : t) * f.step[i]; }
@@ -317,12 +351,16 @@ def _source(program: Program, body: list[str]) -> str:
     parts = [_PREFIX]
     if any(call[0] == "philox" for call in program.calls):
         parts.append(philox.SOURCE)
+    if any(call[0] == "suffix_sums" for call in program.calls):
+        parts.append(suffix_sums.SOURCE)
     for i, (_, source) in enumerate(program.kernels.values()):
         # The flag for integer division by zero is shared by all threads; without it such a division raises at once.
         lines = [line for line in source.splitlines() if "inductor_cpu_integer_div_error" not in line and not line.startswith("#include")]
         text, count = re.subn(r'extern\s+"C"\s+void\s+kernel\(', f"static __attribute__((noinline)) void kernel_{i}(", "\n".join(lines))
         if count != 1:
             raise Unsupported("a kernel of another form")
+        text = re.sub(r"at::vec::VecMask<(float|double|int32_t|int64_t|int),(\d)>::from\((?=(in|out|in_out)_ptr)", r"frl_mask<\1,\2>(", text)
+        text = re.sub(r"\b(tmp\w+)\.store\((?=(out|in_out)_ptr)", r"frl_store(\1, ", text)
         parts.append(text)
     parts += ["static void run(int64_t length, const Table& f) {", *(f"  {line}" for line in body), "}", _ENTRY]
     return "\n".join(parts)
@@ -382,6 +420,11 @@ def _calls(program: Program, place: Callable[[Sym], str], replaced: dict[int, st
         elif call[0] == "cumsum":
             _, x, out, dim = call
             lines.append(_running_sum(x, out, dim, place))
+        elif call[0] == "suffix_sums":
+            _, x, factor, linked, out = call
+            scalar, steps, stride = suffix_sums.NAMES[x.dtype], x.shape[0], int(factor.shape not in ((), (1,) * len(factor.shape)))
+            given = ", ".join((f"(const {scalar}*)({place(x)})", f"(const {scalar}*)({place(factor)})", str(stride), f"(const uint8_t*)({place(linked)})"))
+            lines.append(f"frl_suffix_sums({steps}, {out.nbytes // out.dtype.itemsize // max(steps, 1)}, {given}, ({scalar}*)({place(out)}));")
         elif call[0] == "philox":
             _, operands, out, c0, c2 = call
             if 0 in out.shape:

@@ -1,4 +1,4 @@
-"""Philox4x32-10 as one operation, for graphs that Inductor compiles for a CPU.
+"""Philox4x32-10 as one operation (:mod:`frl.one_operation`).
 
 Written out, ten rounds are two hundred operations on integers, which take a compiler seconds for every place where numbers are drawn. As one operation
 they take none, and C++ is faster than what would be generated. Same words as :func:`frl.rng.philox4x32`.
@@ -7,21 +7,18 @@ they take none, and C++ is faster than what would be generated. Same words as :f
 from __future__ import annotations
 
 import ctypes
-import functools
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from frl.one_operation import start_compiling
+
 SOURCE = r"""
 #include <cstdint>
 static inline void rounds(int n, uint32_t* a, uint32_t* b, uint32_t* c, uint32_t* d, uint32_t* k, uint32_t* l) {
   for (int r = 0; r < 10; ++r) {
-    #pragma GCC ivdep
+    #pragma omp simd
     for (int i = 0; i < n; ++i) {
       const uint64_t p = (uint64_t)a[i] * 0xD2511F53u, q = (uint64_t)c[i] * 0xCD9E8D57u;
       a[i] = (uint32_t)(q >> 32) ^ b[i] ^ k[i];
@@ -71,33 +68,6 @@ extern "C" void frl_philox(
 }
 """
 _MAX_DIMS = 16
-_state = threading.local()
-
-
-def in_use() -> bool:
-    """Whether a graph is being captured in which Philox is to be one operation."""
-    return getattr(_state, "on", False)
-
-
-@contextmanager
-def as_one_operation(on: bool) -> Iterator[None]:
-    """Graphs captured inside, by this thread, call the operation."""
-    before, _state.on = in_use(), on
-    try:
-        yield
-    finally:
-        _state.on = before
-
-
-@functools.cache
-def start_compiling() -> Callable[[], Any]:
-    """Have the C++ compiled in the background; the result waits for the library."""
-    from torch._inductor.codecache import CppCodeCache
-
-    pool = ThreadPoolExecutor(1)
-    wait = CppCodeCache.load_async(SOURCE, "cpu", pool.submit, needs_vec_isa=True)
-    pool.shutdown(wait=False)
-    return wait
 
 
 def layout(*operands: Tensor) -> tuple[list[int], list[int]]:
@@ -114,7 +84,7 @@ def philox(c1: Tensor, c3: Tensor, k0: Tensor, k1: Tensor, c0: int, c2: int) -> 
     shape, strides = layout(c1, c3, k0, k1)
     out = torch.empty((*shape, 4), dtype=torch.int64)
     if out.numel():
-        start_compiling()().frl_philox(
+        start_compiling(SOURCE)().frl_philox(
             len(shape),
             (ctypes.c_int64 * len(shape))(*shape),
             (ctypes.c_int64 * len(strides))(*strides),

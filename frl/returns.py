@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from frl.one_operation import in_use
+from frl.suffix_sums import applies, suffix_sums
+
 _BLOCK = 8  # steps
 
 
@@ -169,6 +172,8 @@ def discounted_suffix_sums(x: Tensor, factor: Tensor, linked: Tensor) -> Tensor:
 
     Source: Blelloch, "Prefix sums and their applications", 1990; here every link has the same factor, so that the product over a span is one power of it.
     """
+    if in_use() and applies(x, factor):
+        return suffix_sums(x, factor, linked)
     length = x.shape[0]
     if length <= _BLOCK:
         return torch.stack(_step_by_step(list(x.unbind(0)), factor, list(linked.unbind(0)))[0])

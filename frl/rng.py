@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from frl import philox
+from frl.one_operation import in_use
 
 Word: TypeAlias = Tensor | int
 
@@ -52,7 +53,7 @@ def philox4x32(counter: Tensor | Sequence[Word], key: Tensor) -> Tensor:
     """
     c0, c1, c2, c3 = counter.unbind(-1) if isinstance(counter, Tensor) else counter
     k0, k1 = key.unbind(-1)
-    if philox.in_use() and isinstance(c0, int) and isinstance(c2, int):
+    if in_use() and isinstance(c0, int) and isinstance(c2, int):
         return philox.philox(torch.as_tensor(c1, dtype=torch.int64), torch.as_tensor(c3, dtype=torch.int64), k0, k1, c0, c2)
     # Inductor's vector code takes the product of an arange and a large constant modulo 2^32; the mask makes it multiply an ordinary tensor.
     c0, c2 = c0 & _MASK, c2 & _MASK

@@ -9,8 +9,12 @@ from torch.func import grad
 from frl import compile as compiler
 from frl import native, philox, rng
 from frl import scan as scans
+from frl.one_operation import as_one_operation
+from frl.returns import discounted_suffix_sums
 from frl.scan import scan, scan_shards
-from tests.strategies import assert_trees_close
+from frl.suffix_sums import applies
+from tests.strategies import assert_trees_close, draw
+from tests.tolerances import tolerance
 
 pytestmark = pytest.mark.skipif(not native.has_products(), reason="this build of torch offers no matrix products to C++")
 
@@ -168,6 +172,37 @@ def test_one_operation_gives_the_words_of_the_generator(words, first, third, lea
 def test_the_operation_is_mapped_like_the_generator():
     keys = rng.split(rng.key(9), 6).reshape(2, 3, 2)
     data = torch.arange(3) * 5_000_000_000
-    draw = lambda k, d: rng.bits(rng.fold_in(k, d), (3,))
-    nested = lambda k, d: torch.func.vmap(torch.func.vmap(draw), in_dims=(0, None))(k, d)
+    words = lambda k, d: rng.bits(rng.fold_in(k, d), (3,))
+    nested = lambda k, d: torch.func.vmap(torch.func.vmap(words), in_dims=(0, None))(k, d)
     assert torch.equal(compiler.jit(nested)(keys, data), nested(keys, data))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    steps=st.integers(1, 40),
+    lead=st.sampled_from([(), (3,), (2, 5), (67,)]),
+    by_row=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    seed=st.integers(0, 2**31),
+)
+def test_suffix_sums_as_one_operation_are_those_written_out(steps, lead, by_row, dtype, seed):
+    x, linked = draw(steps, *lead, seed=seed, dtype=dtype), draw(steps, *lead, seed=seed + 1) > -1
+    x = torch.where(draw(steps, *lead, seed=seed + 3) > 2.5, torch.inf, x)  # an episode that overflows reaches no other
+    factor = torch.sigmoid(draw(*(lead if by_row else ()), seed=seed + 2, dtype=dtype))
+    with as_one_operation(True):
+        assert applies(x, factor)
+        got = discounted_suffix_sums(x, factor, linked)
+    expected = discounted_suffix_sums(x, factor, linked)
+    finite = torch.isfinite(expected)
+    assert torch.equal(got[~finite].nan_to_num(), expected[~finite].nan_to_num())
+    torch.testing.assert_close(got[finite], expected[finite], rtol=tolerance(dtype, 100), atol=tolerance(dtype, 100))
+
+
+def test_suffix_sums_are_mapped_compiled_and_differentiated():
+    x, linked = draw(9, 4, 3, dtype=torch.float32), draw(9, 4, 3, seed=1) > -1
+    factors = torch.tensor([0.5, 0.9, 1.0])
+    both = torch.func.vmap(discounted_suffix_sums, in_dims=(2, 0, 2))
+    assert_trees_close(compiler.jit(both)(x, factors, linked), both(x, factors, linked), ops=100)
+    step = lambda p, carry, t: (carry + discounted_suffix_sums(x * p, factors, linked).sum(), carry)
+    gradient = lambda mode: grad(lambda p: scan(step, p, torch.zeros(()), torch.arange(3), mode=mode)[0])(torch.tensor(2.0))
+    assert_trees_close(gradient("inductor"), gradient("eager"), ops=1000)
