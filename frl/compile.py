@@ -414,13 +414,9 @@ class Kernel:
     # -- inference -----------------------------------------------------------------------------------------------------------------------------
     def infer(self, inputs: list[Tensor]) -> Sequence[Tensor]:
         """Outputs alone, without a graph."""
-        return self.prepare()(inputs)
-
-    def prepare(self) -> Callable[[list], Sequence]:
-        """What ``infer`` calls; the C++ compiler may still be at work on it."""
         if self._infer is None:
             self._infer = self._make_infer()
-        return self._infer
+        return self._infer(inputs)
 
     def _make_infer(self) -> Callable[[list], Sequence]:
         if self.mode == "eager" or _broken:
@@ -651,6 +647,25 @@ def output_needs(fn: Callable[[list[Tensor]], Sequence[Tensor]], examples: Seque
     return tuple(y.requires_grad for y in describe_outputs(fn, examples, needs))
 
 
+def captured_ahead(first: Callable[[Any], tuple[Any, Any]], second: Callable[[Any, Any], Any], *, mode: str) -> Callable[[Any], tuple[Any, Any]]:
+    """``first``, which before its first call captures the graphs of ``second(*first(x))`` without running them.
+
+    The C++ compiler then works in the background while Python captures graph after graph, instead of both waiting for each other. Pure functions only.
+    """
+    if mode != "inductor":
+        return first
+    begun: list[bool] = []
+
+    def call(x: Any) -> tuple[Any, Any]:
+        if not begun:
+            begun.append(True)
+            with native.dry_run():
+                second(*first(x))
+        return first(x)
+
+    return call
+
+
 def jit(fn: Callable, *, mode: str = "inductor") -> Callable:
     """Compile a pure function of pytrees of tensors; other leaves are static.
 
@@ -663,19 +678,19 @@ def jit(fn: Callable, *, mode: str = "inductor") -> Callable:
         mode: see the module.
 
     Returns:
-        A function of the same signature, with the original as ``.eager``. ``.prepare(*args)`` captures the graph for such arguments and runs nothing; the C++
-        compiler works on it in the background.
+        A function of the same signature, with the original as ``.eager``.
     """
     check_mode(mode)
     cache: dict[Any, tuple[Kernel, list]] = {}
 
-    def find(leaves: list, structure: Any, tensors: list[Tensor]) -> tuple[Kernel, list] | None:
-        """The kernel for these arguments, or ``None`` when the function itself is to run."""
+    def call(*args: Any) -> Any:
+        leaves, structure = tree.flatten(args)
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
         if mode == "eager" or is_tracing() or any(is_transformed(x) for x in tensors):
-            return None
+            return fn(*args)
         key = (structure, _signature(leaves))
         if key not in cache and closes_over_history(fn):
-            return None  # a compiled call would lose what it closes over
+            return fn(*args)  # a compiled call would lose what it closes over
         if key not in cache:
             out_structure: list = []
 
@@ -688,27 +703,12 @@ def jit(fn: Callable, *, mode: str = "inductor") -> Callable:
 
             flat.__name__ = getattr(fn, "__name__", "fn")
             cache[key] = (Kernel(flat, tensors, [False] * len(tensors), mode), out_structure)
-        return cache[key]
-
-    def call(*args: Any) -> Any:
-        leaves, structure = tree.flatten(args)
-        tensors = [x for x in leaves if isinstance(x, Tensor)]
-        found = find(leaves, structure, tensors)
-        if found is None:
-            return fn(*args)
-        kernel, out_structure = found
+        kernel, out_structure = cache[key]
         with below_transforms():
             values = kernel.infer([plain(x).contiguous() for x in tensors])
         return tree.unflatten(out_structure[0], values)
 
-    def prepare(*args: Any) -> None:
-        leaves, structure = tree.flatten(args)
-        found = find(leaves, structure, [x for x in leaves if isinstance(x, Tensor)])
-        if found is not None:
-            found[0].prepare()
-
     call.eager = fn  # type: ignore[attr-defined]
-    call.prepare = prepare  # type: ignore[attr-defined]
     call.__name__ = getattr(fn, "__name__", "fn")
     call.__doc__ = fn.__doc__
     return call

@@ -16,8 +16,10 @@ import re
 import shutil
 import time
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,19 @@ _GEMM = {torch.float32: ("sgemm_", "float"), torch.float64: ("dgemm_", "double")
 
 class Unsupported(Exception):
     """A step that has no native loop."""
+
+
+_dry: ContextVar[bool] = ContextVar("dry", default=False)
+
+
+@contextmanager
+def dry_run() -> Iterator[None]:
+    """Loops inside run nothing and give zeros: all that follows is captured, and nobody waits for the C++ compiler meanwhile."""
+    token = _dry.set(True)
+    try:
+        yield
+    finally:
+        _dry.reset(token)
 
 
 # -- what a step does -----------------------------------------------------------------------------------------------------------------------------------
@@ -788,6 +803,10 @@ class Loop:
         """
         side = self.forward_side
         length = shards[0][2][0].shape[0] if length is None else length
+        if _dry.get():
+            for y in (y for shard in ys or () for y in shard):
+                y.zero_()
+            return [[torch.zeros(x.shape, dtype=x.dtype) for x in self.carry] for _ in shards], Pass(length, [], [shards], [], [], [], [])
         places, nbytes = side.layout(length)
         n = len(side.program.storages)
         step, ring = [0] * n, [0] * n
@@ -850,6 +869,10 @@ class Loop:
         """
         side, length = self.backward_side, done.length
         assert side is not None
+        if _dry.get():
+            for g in (g for shard in x_grads for g in shard):
+                g.zero_()
+            return [[torch.zeros(self.carry[k].shape, dtype=self.carry[k].dtype) for k in self.carry_grads] for _ in ct_carry]
         places, nbytes = side.layout(length)
         n, n_saved = len(side.program.storages), len(self.saved)
         step, ring = [0] * n, [0] * n

@@ -234,13 +234,6 @@ def make_unroll(
         state = compiler.map_outside(lambda x: x.movedim(-1, 0).contiguous(), state)
         return state._replace(key=env_state.key, steps=env_state.steps + length), trajectory
 
-    def prepare_draws(env_state: VecState, env_params: PyTree, length: int) -> None:
-        """Capture the graph of the fresh states for a rollout of this length."""
-        count = env_state.elapsed.shape[0]
-        part = tree.map(lambda x: x[: count // _shard_count(vec, env_params, count, mode, shards)], env_state._replace(env=()))
-        draw.prepare(part, env_params, length if length == horizon and memory == "save" else BLOCK)
-
-    unroll.prepare = prepare_draws  # type: ignore[attr-defined]
     return unroll
 
 

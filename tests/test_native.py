@@ -206,3 +206,35 @@ def test_suffix_sums_are_mapped_compiled_and_differentiated():
     step = lambda p, carry, t: (carry + discounted_suffix_sums(x * p, factors, linked).sum(), carry)
     gradient = lambda mode: grad(lambda p: scan(step, p, torch.zeros(()), torch.arange(3), mode=mode)[0])(torch.tensor(2.0))
     assert_trees_close(gradient("inductor"), gradient("eager"), ops=1000)
+
+
+def test_graphs_are_captured_ahead_without_a_run():
+    def first(x):
+        return x, compiler.jit(lambda v: v.sin() + 2)(x)
+
+    ran = []
+    second = compiler.jit(lambda x, y: x * y + 1)
+    call = compiler.captured_ahead(first, lambda x, y: ran.append(second(x, y)), mode="inductor")
+    x = draw(7, dtype=torch.float32)
+    got = call(x)
+    assert torch.equal(ran[0], torch.zeros(7))
+    assert len(ran) == 1
+    assert_trees_close(got[1], x.sin() + 2)
+    graphs = compiler.graph_count()
+    assert_trees_close(second(*got), x * got[1] + 1)
+    call(x)
+    assert compiler.graph_count() == graphs + 1
+    assert len(ran) == 1
+
+
+def test_a_dry_run_goes_through_the_loops_and_leaves_the_next_run_as_it_is():
+    params, carry, xs = problem(6, 5)
+
+    def value(p, mode):
+        final, y = scan(step, p, carry, xs, mode=mode)
+        return final["h"].square().sum() + y["sum"].sum()
+
+    with native.dry_run():
+        dry = grad(value)(params, "inductor")
+    assert all(not bool(g.any()) for g in dry.values())
+    assert_trees_close(grad(value)(params, "inductor"), grad(value)(params, "eager"), ops=2000)

@@ -129,7 +129,6 @@ def apg_gradient(
     complete: bool = False,
     unroll_kwargs: Mapping[str, Any] | None = None,
     probe: PyTree = (),
-    on_forward: Callable[[dict[str, Tensor], Trajectory], None] | None = None,
 ) -> tuple[Params, dict[str, Any]]:
     """Gradient of the APG loss with respect to ``params`` by ``torch.func.grad`` over ``unroll``.
 
@@ -141,7 +140,6 @@ def apg_gradient(
         gamma, ent_coef, complete: see :func:`frl.losses.apg_loss`.
         unroll_kwargs: passed on to ``unroll``.
         probe: zeros ``[T, N, A]`` for an ``unroll`` that takes ``probe=``: its gradient, the action adjoints, is returned too.
-        on_forward: sees ``loss, objective, entropy`` and the trajectory when they are known and the gradient is not.
 
     Returns:
         ``(grads, aux)``: aux has ``loss``, ``objective``, ``entropy`` (0-d), ``env_state``, ``trajectory`` (detached) and ``adjoint`` (``()`` without a probe).
@@ -160,8 +158,6 @@ def apg_gradient(
             return terms.loss, values
         # Plain values need not pass through the transform, which would wrap and unwrap every one of them.
         found[:] = [tree.map(compiler.plain, values)]
-        if on_forward is not None:
-            on_forward(found[0][0]._asdict(), found[0][2])
         return terms.loss, ()
 
     (grads, adjoint), aux = torch.func.grad(loss, argnums=(0, 1), has_aux=True)(params, probe) if probing else _without_probe(loss, params)
@@ -240,7 +236,6 @@ def make_apg(
         mode=config.compile_mode,
     )
     built_in = unroll is None
-    begun: set[str] = set()  # what has been captured ahead of its use
 
     def next_rollout(key: Tensor, env_params: PyTree, steps: int) -> tuple[Tensor, PyTree, Tensor]:
         """Next key, start states (complete mode) and noise ``[T, N, A]``."""
@@ -303,11 +298,6 @@ def make_apg(
         """The inputs of the next rollout: start states and noise. In segmented mode episodes continue; in complete mode they start anew."""
         one = torch.ones((), dtype=dtype, device=env.device)
         rollouts, key, env_params = [], state.key, env.default_params
-        if built_in and prepare is None and "collect" not in begun:
-            # The C++ compiler works on the first graph while the next ones are captured.
-            begun.add("collect")
-            draw.prepare(key, env_params, config.horizon)
-            roll.prepare(state.env_state, env_params, config.horizon)  # pyright: ignore[reportFunctionMemberAccess]
         for k in range(config.gradient_accumulation_steps):
             if prepare is None:
                 key, start, noise = draw(key, env_params, config.horizon)
@@ -329,12 +319,6 @@ def make_apg(
         results = []
         rest = state._replace(env_state=(), key=(), metrics={})  # type: ignore[arg-type]
 
-        def compile_ahead(terms: dict[str, Tensor], trajectory: Trajectory) -> None:
-            """Capture what follows the gradient while the C++ compiler works on the backward pass."""
-            begun.add("update")
-            finish.prepare(rest, [state.params], [terms], [(trajectory, torch.zeros_like(part.noise) if probing else ())])
-
-        ahead = prepare is None and len(parts) == 1 and not parts[0].metadata and "update" not in begun
         for part in parts:
             extra: dict[str, Any] = {"hyper": state.hyper} if built_in else {}
             probe = torch.zeros_like(part.noise) if probing else ()
@@ -350,7 +334,6 @@ def make_apg(
                         complete=config.complete,
                         unroll_kwargs=extra,
                         probe=probe,
-                        on_forward=compile_ahead if ahead else None,
                     )
                 )
         grads = [g for g, _ in results]
@@ -448,7 +431,8 @@ def make_apg(
 
     finish_digest = compiler.jit(_finish_digest, mode=config.compile_mode)
     finish = compiler.jit(_finish, mode=config.compile_mode)
-    return Algorithm(init=init, collect=collect, update=update)
+    ahead = compiler.captured_ahead(collect, update, mode=config.compile_mode) if built_in else collect
+    return Algorithm(init=init, collect=ahead, update=update)
 
 
 def _flat_obs(obs: PyTree) -> Tensor:

@@ -23,6 +23,7 @@ from frl.algorithms.play import check_fit, make_begin
 from frl.algorithms.record import PLAYED, distribution_fields, make_recorder, normalized, recorded_distribution
 from frl.algorithms.states import finish_update, first_state, group_keys
 from frl.algorithms.transitions import by_time, cleared, flat_transitions, read_rollout, valid_steps
+from frl.envs.vector import VecEnv
 from frl.losses import grpo_loss, k3
 from frl.returns import alive_mask, discounted_returns_to_go
 from frl.types import Algorithm, Hyper, Metrics, Normalizer, Optimizer, Params, TrainState
@@ -258,4 +259,5 @@ def make_grpo(
         new = finish(rest._replace(extra={name: value for name, value in state.extra.items() if name not in kept}), carry, per_step, found, fields)
         return new._replace(env_state=state.env_state, extra={**new.extra, **kept})
 
-    return Algorithm(init=init, collect=collect, update=update)
+    ahead = compiler.captured_ahead(collect, update, mode=mode) if isinstance(env, VecEnv) else collect  # playing a host environment would move it on
+    return Algorithm(init=init, collect=ahead, update=update)

@@ -23,6 +23,7 @@ from frl.algorithms.play import check_fit
 from frl.algorithms.record import PLAYED, distribution_names, make_recorder, normalized, recorded_distribution, scale_of
 from frl.algorithms.states import finish_update, first_state
 from frl.algorithms.transitions import by_time, cleared, flat_transitions, read_rollout, valid_steps
+from frl.envs.vector import VecEnv
 from frl.losses import ppo_loss
 from frl.normalizers import running_normalizer
 from frl.numerics import masked_mean
@@ -345,7 +346,8 @@ def make_ppo(
         carry, per_step = run_minibatches(step, state, batch, plan, rate, mode=mode)
         return finish(rest, carry, per_step, found, fields)._replace(env_state=state.env_state)
 
-    return Algorithm(init=init, collect=collect, update=update)
+    ahead = compiler.captured_ahead(collect, update, mode=mode) if isinstance(env, VecEnv) else collect  # playing a host environment would move it on
+    return Algorithm(init=init, collect=ahead, update=update)
 
 
 def _scaled_rewards(state: TrainState, reward: Tensor, done: Tensor, valid: Tensor, gamma: Tensor) -> tuple[Tensor, PyTree, Tensor]:

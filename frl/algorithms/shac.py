@@ -483,7 +483,7 @@ def make_shac(
             extra={**state.extra, **kept, "episodes": window},
         )
 
-    return Algorithm(init=init, collect=collect, update=update)
+    return Algorithm(init=init, collect=compiler.captured_ahead(collect, update, mode=config.compile_mode), update=update)
 
 
 def _check_env(env: Any, policy: Any) -> None:
