@@ -148,10 +148,13 @@ def apg_gradient(
     probing = not (isinstance(probe, tuple) and probe == ())
     found: list[Any] = []
 
-    def loss(params: Params, probe: PyTree) -> tuple[Tensor, Any]:
+    # torch.func walks its arguments in Python: it is given a flat list.
+    leaves, structure = tree.flatten(params)
+
+    def loss(leaves: list[Tensor], probe: PyTree) -> tuple[Tensor, Any]:
         if probing:
             extra["probe"] = probe
-        env_state, trajectory = unroll(params, norm_state, rollout.env_state, rollout.env_params, rollout.noise, **extra)
+        env_state, trajectory = unroll(tree.unflatten(structure, leaves), norm_state, rollout.env_state, rollout.env_params, rollout.noise, **extra)
         terms = apg_loss(trajectory, gamma, ent_coef, complete=complete, objective_scale=rollout.objective_scale)
         values = (tree.detach(terms), tree.detach(env_state), tree.detach(trajectory))
         if any(compiler.is_transformed(x) for x in tree.leaves(values)):
@@ -160,14 +163,14 @@ def apg_gradient(
         found[:] = [tree.map(compiler.plain, values)]
         return terms.loss, ()
 
-    (grads, adjoint), aux = torch.func.grad(loss, argnums=(0, 1), has_aux=True)(params, probe) if probing else _without_probe(loss, params)
+    (grads, adjoint), aux = torch.func.grad(loss, argnums=(0, 1), has_aux=True)(leaves, probe) if probing else _without_probe(loss, leaves)
     terms, env_state, trajectory = found[0] if found else aux
     values = {"loss": terms.loss, "objective": terms.objective, "entropy": terms.entropy}
-    return grads, {**values, "env_state": env_state, "trajectory": trajectory, "adjoint": adjoint}
+    return tree.unflatten(structure, grads), {**values, "env_state": env_state, "trajectory": trajectory, "adjoint": adjoint}
 
 
-def _without_probe(loss: Callable, params: Params) -> tuple[tuple[Params, tuple], Any]:
-    grads, aux = torch.func.grad(loss, has_aux=True)(params, ())
+def _without_probe(loss: Callable, leaves: list[Tensor]) -> tuple[tuple[list[Tensor], tuple], Any]:
+    grads, aux = torch.func.grad(loss, has_aux=True)(leaves, ())
     return (grads, ()), aux
 
 
