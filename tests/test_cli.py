@@ -215,6 +215,8 @@ def test_a_missing_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         ("trainer.learning_env.cfg.max_episode_step=3", ["max_episode_step", "did you mean", "trainer.learning_env.cfg"]),
         ("trainer.learning_env.name=doble_integrator", ["trainer.learning_env.name", "double_integrator"]),
         ("trainer.imports=[no_such_module_of_frl]", ["trainer.imports", "no_such_module_of_frl"]),
+        *((f"trainer.device={name}", ["trainer.device", repr(name), "cuda:0"]) for name in ("gpu", "meta", "mps", "cpu:7")),
+        ("trainer.device=cuda:99", ["trainer.device", "'cuda:99'", "torch sees"]),
         ("algorithm.cfg.optimizer.name=adm", ["algorithm.cfg.optimizer", "adam"]),
         ("algorithm.cfg.optimizer.kwargs={weight_decy: 0.1}", ["algorithm.cfg.optimizer", "weight_decay"]),
         ("algorithm.cfg.lr_scheduler.name=cosin", ["algorithm.cfg.lr_scheduler", "cosine"]),
