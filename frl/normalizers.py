@@ -17,7 +17,7 @@ from torch import Tensor
 
 from frl.numerics import safe_div
 from frl.types import Normalizer
-from frl.validate import require_number
+from frl.validate import require_count, require_number
 
 # Beyond this magnitude the sum of squared deviations could overflow float64, which would spoil the statistics like an infinity does.
 _LARGEST = 1e145
@@ -75,13 +75,6 @@ def _batch(obs: Tensor, mask: Tensor | tuple[()]) -> NormalizerState:
     return NormalizerState(count=count, mean=mean, m2=(deviation * deviation).sum(0), prior=torch.zeros_like(count), rejected=(wanted & ~usable).sum())
 
 
-def _check(name: str, value: float, *, positive: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
-    if not math.isfinite(value) or value < 0 or (positive and value == 0):
-        raise ValueError(f"{name} must be finite and {'> 0' if positive else '>= 0'}, got {value}")
-
-
 def _check_mask(mask: Sequence[bool] | Tensor | None, size: int) -> tuple[bool, ...]:
     if mask is None:
         return (True,) * size
@@ -125,21 +118,17 @@ def running_normalizer(
         dtype: output dtype; ``None`` gives floating observations their own and others float32.
 
     Raises:
-        TypeError: an argument is not a number (``bool`` is none).
-        ValueError: an argument is out of range, or ``mask`` does not fit ``size``.
+        ValueError: an argument is not a number (``bool`` is none) or out of range, or ``mask`` does not fit ``size``.
     """
-    if isinstance(size, bool) or not isinstance(size, int):
-        raise TypeError(f"size must be an int, got {type(size).__name__}")
-    if size < 1:
-        raise ValueError(f"size must be positive, got {size}")
+    size = require_count("size", size)
     flags = _check_mask(mask, size)
-    _check("initial_count", initial_count)
+    require_number("initial_count", initial_count, at_least=0.0)
     if initial_mean is not None:
         require_number("initial_mean", initial_mean)
-    _check("epsilon", epsilon)
-    _check("std_floor", std_floor)
+    require_number("epsilon", epsilon, at_least=0.0)
+    require_number("std_floor", std_floor, at_least=0.0)
     if clip is not None:
-        _check("clip", clip, positive=True)
+        require_number("clip", clip, above=0.0)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"dtype must be a floating torch dtype or None, got {dtype}")
 

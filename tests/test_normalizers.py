@@ -361,30 +361,30 @@ def test_compiled_equals_eager():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error"),
+    "arguments",
     [
-        ({"size": 0}, ValueError),
-        ({"size": -1}, ValueError),
-        ({"size": 2.0}, TypeError),
-        ({"size": True}, TypeError),
-        ({"initial_count": -1.0}, ValueError),
-        ({"initial_count": math.inf}, ValueError),
-        ({"initial_mean": math.nan}, ValueError),
-        ({"initial_mean": True}, ValueError),
-        ({"epsilon": -1e-8}, ValueError),
-        ({"epsilon": math.nan}, ValueError),
-        ({"epsilon": "1e-8"}, TypeError),
-        ({"std_floor": -1.0}, ValueError),
-        ({"std_floor": True}, TypeError),
-        ({"clip": 0.0}, ValueError),
-        ({"clip": math.inf}, ValueError),
-        ({"mask": (True,)}, ValueError),
-        ({"mask": torch.ones(2, 2, dtype=torch.bool)}, ValueError),
-        ({"dtype": torch.int64}, ValueError),
+        {"size": 0},
+        {"size": -1},
+        {"size": 2.0},
+        {"size": True},
+        {"initial_count": -1.0},
+        {"initial_count": math.inf},
+        {"initial_mean": math.nan},
+        {"initial_mean": True},
+        {"epsilon": -1e-8},
+        {"epsilon": math.nan},
+        {"epsilon": "1e-8"},
+        {"std_floor": -1.0},
+        {"std_floor": True},
+        {"clip": 0.0},
+        {"clip": math.inf},
+        {"mask": (True,)},
+        {"mask": torch.ones(2, 2, dtype=torch.bool)},
+        {"dtype": torch.int64},
     ],
 )
-def test_the_factory_refuses_what_makes_no_sense(arguments, error):
-    with pytest.raises(error, match=next(iter(arguments))):
+def test_the_factory_refuses_what_makes_no_sense(arguments):
+    with pytest.raises(ValueError, match=next(iter(arguments))):
         running_normalizer(**{"size": 2, **arguments})
 
 
