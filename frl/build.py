@@ -108,10 +108,11 @@ def _prepare(config: RunConfig, source: str) -> None:
     for module in cfg.imports:
         try:
             importlib.import_module(module)
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-                raise  # the module is there, and what it imports itself is not
-            raise ConfigError(source, [f"trainer.imports: there is no module {module!r}"]) from error
+        except Exception as error:
+            if isinstance(error, ModuleNotFoundError) and error.name is not None and f"{module}.".startswith(f"{error.name}."):
+                raise ConfigError(source, [f"trainer.imports: there is no module {module!r}"]) from error
+            # The module is there, and what stands in it or what it imports itself is at fault.
+            raise ImportError(f"{source}: trainer.imports: {module!r} cannot be imported: {type(error).__name__}: {error}") from error
     _check_device(cfg.device, source)
     with _refused(source, "trainer.learning_env.name"):
         get_learning_env_factory(cfg.learning_env.name)

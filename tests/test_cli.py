@@ -287,6 +287,18 @@ def test_help(capsys: pytest.CaptureFixture[str]):
 # ---- failures: exit code 1 and one message ----
 
 
+@pytest.mark.parametrize("fault", ["raise ValueError('boom')", "import no_such_module_of_frl"])
+def test_a_module_that_fails_when_it_is_imported(run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fault: str):
+    name = f"my_failing_module_{len(fault)}"
+    (run_file.parent / f"{name}.py").write_text(fault)
+    monkeypatch.syspath_prepend(run_file.parent)
+    assert train(run_file, "--set", f"trainer.imports=[{name}]") == 1
+    err = capsys.readouterr().err
+    assert all(word in err for word in (str(run_file), "trainer.imports", name, fault.split("'")[-2] if "'" in fault else fault.split()[-1]))
+    assert err.count("\n") == 1
+    assert outputs(run_file) == []
+
+
 def test_a_failing_environment(run_file: Path, capsys: pytest.CaptureFixture[str]):
     assert train(run_file, "--set", "trainer.learning_env={name: failing_env}") == 1
     out, err = capsys.readouterr()
