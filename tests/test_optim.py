@@ -572,7 +572,8 @@ def test_configuration_builds_what_it_names() -> None:
 
 
 def test_configuration_may_be_a_mapping_and_is_nothing_else() -> None:
-    assert build_optimizer({"name": "sgd", "learning_rate": 0.5}).update({"w": torch.ones(1)}, (), {"w": torch.ones(1)}, {})[0]["w"].item() == -0.5
+    built, one = build_optimizer({"name": "sgd", "learning_rate": 0.5}), {"w": torch.ones(1)}
+    assert built.update(one, built.init(one), one, {})[0]["w"].item() == -0.5
     with pytest.raises(TypeError, match="optimizer must be a mapping, OptimizerCfg or None, got str"):
         build_optimizer("sgd")
 
