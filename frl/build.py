@@ -108,14 +108,24 @@ def _prepare(config: RunConfig, source: str) -> None:
     for module in cfg.imports:
         try:
             importlib.import_module(module)
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-                raise  # the module is there, and what it imports itself is not
-            raise ConfigError(source, [f"trainer.imports: there is no module {module!r}"]) from error
-    if cfg.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(source, [f"trainer.device: got {cfg.device!r}, but torch sees no CUDA device"])
+        except Exception as error:
+            if isinstance(error, ModuleNotFoundError) and error.name is not None and f"{module}.".startswith(f"{error.name}."):
+                raise ConfigError(source, [f"trainer.imports: there is no module {module!r}"]) from error
+            # The module is there, and what stands in it or what it imports itself is at fault.
+            raise ImportError(f"{source}: trainer.imports: {module!r} cannot be imported: {type(error).__name__}: {error}") from error
+    _check_device(cfg.device, source)
     with _refused(source, "trainer.learning_env.name"):
         get_learning_env_factory(cfg.learning_env.name)
+
+
+def _check_device(name: str, source: str) -> None:
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (kind == "cpu" and index not in ("", "0")):
+        raise ConfigError(source, [f"trainer.device: got {name!r}, expected cpu, cuda or a CUDA device by its number, such as cuda:0"])
+    if kind == "cuda":
+        seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if int(index or 0) >= seen:
+            raise ConfigError(source, [f"trainer.device: got {name!r}, but torch sees {seen or 'no'} CUDA device{'s' if seen > 1 else ''}"])
 
 
 def _build_policy(config: RunConfig, source: str, env: VecEnv | HostEnv) -> tuple[Any, Normalizer | None]:

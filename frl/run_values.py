@@ -48,8 +48,10 @@ def number_hint(value: Any) -> str:
     if not isinstance(value, str):
         return ""
     try:
-        float(value)
+        number = float(value)
     except ValueError:
+        return ""
+    if math.isnan(number):
         return ""
     if "_" in value:
         return "write the number without underscores"

@@ -191,12 +191,13 @@ def train(
         if every and evaluate is not None and loop.next_eval_step is not None and loop.global_step >= loop.next_eval_step:
             with phases("evaluation"):
                 result = evaluate(state.params, state.norm_state, num_episodes=config.num_eval_episodes, seed=config.eval_seed)
-            loop.last_eval_metrics = result.metrics
-            loop.eval_history.append({"global_step": loop.global_step, **result.metrics})
+            # Your own evaluator may give numpy's numbers; what the loop remembers is saved and is plain.
+            metrics = loop.last_eval_metrics = {name: float(value) for name, value in result.metrics.items()}
+            loop.eval_history.append({"global_step": loop.global_step, **metrics})
             loop.next_eval_step = (loop.global_step // every + 1) * every
-            log(result.metrics)
-            show("evaluation", state, result.metrics, before, result)
-            best = _is_best(result.metrics, state, loop, config)
+            log(metrics)
+            show("evaluation", state, metrics, before, result)
+            best = _is_best(metrics, state, loop, config)
         if on_save is not None and (best or _save_due(config, before, loop, saved_at)):
             with phases("saving"):
                 on_save(state, loop, "best" if best else "periodic")

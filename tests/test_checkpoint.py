@@ -331,6 +331,25 @@ def advance(apg: Algorithm, state: TrainState, updates: int) -> TrainState:
     return state
 
 
+def test_statistics_of_observations_go_on_from_their_count(tmp_path: Path):
+    """A lost count would let the next few rows outweigh all before: mean 101 and variance 0."""
+    normalizer = running_normalizer(1)
+    thousand = torch.tensor([[-1.0], [1.0]]).repeat(500, 1)
+    path = save_checkpoint(tmp_path / "a.safetensors", normalizer.update(normalizer.init(), thousand), {})
+    code = """
+        import sys, torch
+        from frl.checkpoint import read_checkpoint, restore
+        from frl.normalizers import running_normalizer, variance
+        normalizer = running_normalizer(1)
+        state = restore(read_checkpoint(sys.argv[1])[0], normalizer.init())
+        state = normalizer.update(state, torch.full((10, 1), 101.0))
+        print(float(state.count), float(state.mean), float(variance(state)))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code), str(path)]
+    done = subprocess.run(command, cwd=Path(frl.__file__).parents[1], capture_output=True, text=True, check=True)
+    assert [float(x) for x in done.stdout.split()] == pytest.approx([1010.0, 1.0, 100.990099], rel=1e-8)
+
+
 @pytest.mark.parametrize("compile_mode", ["eager", "aot_eager"])
 @pytest.mark.parametrize("mode", ["segmented", "complete"])
 def test_resumed_equals_uninterrupted_bit_for_bit(tmp_path: Path, mode: str, compile_mode: str):

@@ -215,6 +215,8 @@ def test_a_missing_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         ("trainer.learning_env.cfg.max_episode_step=3", ["max_episode_step", "did you mean", "trainer.learning_env.cfg"]),
         ("trainer.learning_env.name=doble_integrator", ["trainer.learning_env.name", "double_integrator"]),
         ("trainer.imports=[no_such_module_of_frl]", ["trainer.imports", "no_such_module_of_frl"]),
+        *((f"trainer.device={name}", ["trainer.device", repr(name), "cuda:0"]) for name in ("gpu", "meta", "mps", "cpu:7")),
+        ("trainer.device=cuda:99", ["trainer.device", "'cuda:99'", "torch sees"]),
         ("algorithm.cfg.optimizer.name=adm", ["algorithm.cfg.optimizer", "adam"]),
         ("algorithm.cfg.optimizer.kwargs={weight_decy: 0.1}", ["algorithm.cfg.optimizer", "weight_decay"]),
         ("algorithm.cfg.lr_scheduler.name=cosin", ["algorithm.cfg.lr_scheduler", "cosine"]),
@@ -283,6 +285,18 @@ def test_help(capsys: pytest.CaptureFixture[str]):
 
 
 # ---- failures: exit code 1 and one message ----
+
+
+@pytest.mark.parametrize("fault", ["raise ValueError('boom')", "import no_such_module_of_frl"])
+def test_a_module_that_fails_when_it_is_imported(run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fault: str):
+    name = f"my_failing_module_{len(fault)}"
+    (run_file.parent / f"{name}.py").write_text(fault)
+    monkeypatch.syspath_prepend(run_file.parent)
+    assert train(run_file, "--set", f"trainer.imports=[{name}]") == 1
+    err = capsys.readouterr().err
+    assert all(word in err for word in (str(run_file), "trainer.imports", name, fault.split("'")[-2] if "'" in fault else fault.split()[-1]))
+    assert err.count("\n") == 1
+    assert outputs(run_file) == []
 
 
 def test_a_failing_environment(run_file: Path, capsys: pytest.CaptureFixture[str]):

@@ -387,6 +387,7 @@ def test_quoted_numbers_are_refused_with_a_hint(tmp_path: Path) -> None:
     message = file_refusal(tmp_path, json.dumps(mapping), "run.json")
     assert 'algorithm.cfg.optimizer.learning_rate: got "1e-4" (text), expected a finite number >= 0' in message
     assert "without underscores" in refusal("trainer.num_envs=1_000")
+    assert refusal("trainer.num_envs=nan").endswith("expected an integer >= 1")  # plain text in YAML 1.2, and there are no quotes to remove
 
 
 @pytest.mark.parametrize("value", [-1, 0, 0.0, math.nan, True, False, "1.0", -math.inf])

@@ -381,6 +381,7 @@ def test_both_doors_give_the_same_episodes():
 def test_compiled_equals_eager_and_compiles_once():
     env = make_vec_env(clock(luck=1.0, per_step=0.5, max_episode_steps=5), 3)
     evaluate = make_evaluator(env, POLICY, compile_mode="aot_eager")
+    none = compiler.graph_count()
     first = evaluate(PARAMS, num_episodes=4)
     graphs = compiler.graph_count()
     compiled = evaluate(PARAMS, num_episodes=7, seed=1)
@@ -389,3 +390,11 @@ def test_compiled_equals_eager_and_compiles_once():
         eager = play(env, count, seed=seed)
         assert result.returns.tolist() == eager.returns.tolist()
         np.testing.assert_allclose(result.values["action"], eager.values["action"], rtol=tolerance(torch.float32, 16), atol=tolerance(torch.float32, 16))
+    # One row after three: graphs of its own, as many, and none after its first evaluation or for the three rows.
+    single = make_evaluator(make_vec_env(env.env, 1), POLICY, compile_mode="aot_eager")
+    single(PARAMS, num_episodes=2)
+    assert compiler.graph_count() - graphs <= graphs - none
+    both = compiler.graph_count()
+    single(PARAMS, num_episodes=3, seed=1)
+    evaluate(PARAMS, num_episodes=2)
+    assert compiler.graph_count() == both

@@ -427,6 +427,16 @@ def test_one_left_or_none_gives_zero() -> None:
     assert got.tied_fraction.item() == 0.0
 
 
+def test_an_unequal_group_is_refused_or_masked() -> None:
+    """Two members and one: by number they are no two groups of two, by mask the single one has nobody to be compared with."""
+    reward = f64([[1.0, 3.0, 5.0]])
+    with pytest.raises(ValueError, match="3 rows and group_size 2"):
+        group_advantages(reward, torch.ones(1, 3, dtype=torch.bool), 2)
+    mask = torch.tensor([[True, True, True, False]])
+    got = group_advantages(torch.cat([reward, f64([[NAN]])], 1), mask, 2).advantage
+    close(got, f64([[-1.0, 1.0, 0.0, 0.0]]), 8, 1e8)
+
+
 def test_rows_of_a_group_are_neighbours() -> None:
     returns = torch.tensor([[0.0] * 4 + [1.0] * 4])
     assert group_advantages(returns, torch.ones(1, 8, dtype=torch.bool), 4).advantage.eq(0).all()

@@ -199,6 +199,23 @@ def test_rows_are_not_coupled_by_any_transform(device: torch.device) -> None:
         torch.testing.assert_close(got, want, rtol=EPS, atol=0, msg=lambda m, name=name: f"{name}: {m}")
 
 
+@pytest.mark.parametrize("order", ["vmap of grad", "grad of vmap"])
+def test_rows_are_not_coupled_when_compiled(order: str, device: torch.device) -> None:
+    weight, want = torch.tensor(COTANGENT, device=device), torch.tensor(CLIPPED, device=device)
+
+    def row(x: Tensor, w: Tensor) -> Tensor:
+        return (clip_adjoint(x, 1.0, rows=None) * w).sum()
+
+    def mapped(x: Tensor, w: Tensor) -> Tensor:
+        return vmap(grad(row))(x, w)
+
+    def summed(x: Tensor, w: Tensor) -> Tensor:
+        return grad(lambda x: vmap(row)(x, w).sum())(x)
+
+    compiled = torch.compile(mapped if order == "vmap of grad" else summed, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(torch.zeros(2, 2, device=device), weight), want, rtol=EPS, atol=0)
+
+
 def test_zero_clipped_and_small_rows() -> None:
     weight = torch.tensor([[0.0, 0.0], [3.0, 4.0], [0.3, 0.4]])
     got = grad(lambda x: (clip_adjoint(x, 1.0) * weight).sum())(torch.ones(3, 2))

@@ -90,7 +90,8 @@ def by_hand(run: Any, rows: np.ndarray) -> np.ndarray:
     x = rows
     if "norm_state.mean" in values:
         epsilon = 1e-8 if metadata["config"]["trainer"]["normalize_observations"] else 1e-2
-        x = (x - values["norm_state.mean"]) / (np.sqrt(values["norm_state.m2"] / values["norm_state.count"]) + epsilon)
+        m2, count, prior = (values[f"norm_state.{name}"] for name in ("m2", "count", "prior"))
+        x = (x - values["norm_state.mean"]) / (np.sqrt((m2 + prior) / (count + prior)) + epsilon)
     hidden = np.tanh(x @ values["params.actor.layers.0.weight"].T + values["params.actor.layers.0.bias"])
     return hidden @ values["params.actor.layers.1.weight"].T + values["params.actor.layers.1.bias"]
 

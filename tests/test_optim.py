@@ -571,6 +571,13 @@ def test_configuration_builds_what_it_names() -> None:
         assert_same_bits(run(build_optimizer(cfg), params, [params] * 2, {}), run(expected, params, [params] * 2, {}))
 
 
+def test_configuration_may_be_a_mapping_and_is_nothing_else() -> None:
+    built, one = build_optimizer({"name": "sgd", "learning_rate": 0.5}), {"w": torch.ones(1)}
+    assert built.update(one, built.init(one), one, {})[0]["w"].item() == -0.5
+    with pytest.raises(TypeError, match="optimizer must be a mapping, OptimizerCfg or None, got str"):
+        build_optimizer("sgd")
+
+
 def test_configuration_is_checked_when_it_is_made() -> None:
     for kwargs, pattern in [
         ({"name": "adma"}, "did you mean 'adam'"),

@@ -33,6 +33,7 @@ from frl.optim import adam, linear_schedule, sgd
 from frl.policies import actor_only
 from frl.rng import key
 from frl.types import Outcome
+from tests.host_envs import scripted
 from tests.strategies import assert_trees_close, assert_trees_equal, copy_of, draw, toy_env
 from tests.tolerances import tolerance
 
@@ -720,6 +721,25 @@ def test_the_registry_builds_from_a_run_files_blocks():
     assert rates == pytest.approx([0.1, 0.05])
     with pytest.raises(TypeError, match="takes no 'group_size'"):
         build_algo("ppo", {"group_size": 4}, env=make_vec_env(toy(), N), policy=policy())
+
+
+def test_steps_that_only_reset_count_in_no_statistic_and_their_actions_nowhere():
+    """Episodes of two steps under next-step autoreset: steps 2 and 5 of six are no transitions."""
+    with scripted("next_step") as env:
+        pol = actor_critic(1, env.single_action_space, actor=NET, critic=NET)
+        config = PpoConfig(buffer_size=6, n_epochs=2, num_mini_batches=2, gamma=1.0, gae_lambda=1.0, normalize_rewards=True, compile_mode="eager")
+        algo = make_ppo(env, pol, adam(), config, normalizer=running_normalizer(1), critic_normalizer=running_normalizer(1))
+        state, rollout = algo.collect(algo.init(key(0)))
+    valid = steps(rollout["valid"])
+    assert valid.tolist() == [[True, True, False, True, True, False]]
+    new = algo.update(state, rollout)
+    assert float(new.extra["reward_stats"].count) == float(new.norm_state.count) == int(new.counters["env_steps"]) == 4
+    assert (float(new.metrics["episode_reward_avg_100"]), float(new.metrics["episode_length_avg_100"]), int(new.metrics["episodes"])) == (2.0, 2.0, 2)
+    for junk in (0, 1):
+        action = torch.where(rollout["valid"], rollout["action"], junk)
+        other = algo.update(state, changed(rollout, action=action))
+        assert_trees_equal((other.params, other.opt_state, other.extra), (new.params, new.opt_state, new.extra))
+        assert float(other.metrics["loss"]) == float(new.metrics["loss"])
 
 
 def test_host_environments_are_played_too():

@@ -181,6 +181,15 @@ def test_configuration_builds_what_it_names() -> None:
         assert torch.equal(rates(build_lr_scheduler(cfg), 0.1, 12), rates(expected, 0.1, 12))
 
 
+def test_configuration_may_be_a_mapping_and_is_nothing_else() -> None:
+    assert scheduler_needs_horizon({"name": "linear"})
+    bound = bind_scheduler_horizon({"name": "linear"}, 4)
+    assert float(build_lr_scheduler(bound)(torch.tensor(1.0), torch.tensor(1))) == 0.75
+    for call in (scheduler_needs_horizon, build_lr_scheduler, lambda cfg: bind_scheduler_horizon(cfg, 4)):
+        with pytest.raises(TypeError, match="lr_scheduler must be a mapping, LRSchedulerCfg or None, got str"):
+            call("linear")
+
+
 def test_configuration_is_checked_when_it_is_made() -> None:
     for args, pattern in [
         (("cosin",), "did you mean 'cosine'"),

@@ -286,6 +286,17 @@ def test_every_evaluation_has_the_same_seed_and_the_state_of_its_update():
     assert ({"eval/avg_reward": 1.0, "eval/episodes": 3.0}, 16) in records
 
 
+@pytest.mark.parametrize("number", [np.float64, np.float32, np.int64, torch.tensor])
+def test_what_the_loop_remembers_of_an_evaluation_is_plain(number: Any):
+    """Numbers of numpy in a saved state make safe loaders refuse it, or its JSON part impossible to write."""
+    saved: list[str] = []
+    config = LoopConfig(total_updates=2, eval_frequency_steps=8)
+    on_save = lambda state, loop, reason: saved.append(json.dumps([loop.last_eval_metrics, loop.eval_history, loop.best_eval_value]))
+    _, loop = train(counting(), first_state(), config, evaluate=scoring([number(1), number(2)]), on_save=on_save)
+    assert {type(value) for value in (*loop.last_eval_metrics.values(), loop.best_eval_value)} == {float}
+    assert json.loads(saved[-1])[2] == 2.0
+
+
 def test_no_evaluation_without_a_frequency_or_an_evaluator():
     for config, evaluate in ((LoopConfig(total_updates=3), scoring([])), (LoopConfig(total_updates=3, eval_frequency_steps=8), None)):
         _, loop = train(counting(), first_state(), config, evaluate=evaluate)

@@ -300,6 +300,38 @@ def test_reserved_metric_names_are_refused(name):
         run()
 
 
+def written(state, action, params):
+    """A reward that is written into a tensor that knows nothing of rows."""
+    new, outcome = toy_env().step(state, action, params)
+    reward = torch.zeros(1, dtype=action.dtype)
+    reward[0] += new.x[0].abs()
+    return new, outcome._replace(reward=reward[0])
+
+
+def filled(state, params):
+    obs = torch.zeros_like(params.gain).repeat(2)
+    obs[0], obs[1] = state.x[0], state.x[1]
+    return obs
+
+
+@pytest.mark.parametrize("change", [{"step": written}, {"observe": filled}], ids=lambda change: next(iter(change)))
+def test_code_that_writes_into_tensors_is_refused_with_what_to_write_instead(change):
+    vec, state = begin(toy_env(), 3)
+    vec = dataclasses.replace(vec, env=dataclasses.replace(vec.env, **change))
+    with pytest.raises(RuntimeError, match=r"environment 'toy' does not run under torch\.func\.vmap: .*build tensors with torch\.stack"):
+        vec.step(state, actions(vec.env, 1, 3)[0], vec.default_params)
+
+
+def test_an_error_of_the_environment_is_its_own():
+    def stuck(*_):
+        raise RuntimeError("the gripper is stuck")
+
+    vec, state = begin(toy_env(), 3)
+    vec = dataclasses.replace(vec, env=dataclasses.replace(vec.env, step=stuck))
+    with pytest.raises(RuntimeError, match=r"^the gripper is stuck$"):
+        vec.step(state, actions(vec.env, 1, 3)[0], vec.default_params)
+
+
 @pytest.mark.parametrize("count", [0, -3, True, 2.0, "2", None])
 def test_a_wrong_number_of_rows_is_refused(count):
     with pytest.raises(ValueError, match="num_envs must be a positive integer"):

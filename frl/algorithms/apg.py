@@ -20,6 +20,7 @@ from torch import Tensor
 from frl import compile as compiler
 from frl import rng, tree
 from frl.algorithms import episodes
+from frl.algorithms.options import check_gate, check_limit
 from frl.envs.vector import VecEnv
 from frl.gradients import BatchedGradientNormStats, adjoint_norm_per_step, adjoint_statistics, merge_stats, stats_metrics
 from frl.losses import apg_loss
@@ -27,6 +28,7 @@ from frl.optim import apply_updates, global_norm
 from frl.rollout import ACTION_LIMIT, BLOCK, STATE_LIMIT, make_unroll
 from frl.scan import MEMORY, gradient_taken_once
 from frl.types import Algorithm, Hyper, Metrics, Normalizer, Optimizer, Params, PyTree, Rollout, TrainState, Trajectory
+from frl.validate import require_choice, require_count, require_number, require_switch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,30 +74,23 @@ class ApgConfig:
     compile_mode: str = "inductor"
 
     def __post_init__(self) -> None:
-        _number("gamma", self.gamma, 0.0, 1.0)
-        _number("ent_coef", self.ent_coef, 0.0)
-        if self.max_grad_norm is not None and self.max_grad_norm == 0 and not isinstance(self.max_grad_norm, bool):
-            raise ValueError("max_grad_norm must be positive, got 0, which would freeze learning; pass None or infinity to switch clipping off")
-        for name in ("max_grad_norm", "max_grad_norm_before_clip", ACTION_LIMIT, STATE_LIMIT):
-            if getattr(self, name) is not None:
-                _number(name, getattr(self, name), 0.0, infinite=True)
-        if self.rollout_mode not in ("segmented", "complete"):
-            raise ValueError(f"rollout_mode must be 'segmented' or 'complete', got {self.rollout_mode!r}")
+        require_number("gamma", self.gamma, at_least=0.0, at_most=1.0)
+        require_number("ent_coef", self.ent_coef, at_least=0.0)
+        check_limit("max_grad_norm", self.max_grad_norm)
+        for name in ("max_grad_norm_before_clip", ACTION_LIMIT, STATE_LIMIT):
+            check_gate(name, getattr(self, name))
+        require_choice("rollout_mode", self.rollout_mode, ("segmented", "complete"))
         for name in ("segment_length", "gradient_accumulation_steps", "steps_per_graph", *(["update_horizon"] if self.update_horizon is not None else [])):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+            require_count(name, getattr(self, name))
         if self.rollout_mode == "segmented":
             if self.horizon % self.segment_length:
                 raise ValueError(f"update_horizon must be a multiple of segment_length in segmented mode, got {self.horizon} and {self.segment_length}")
             if self.gradient_accumulation_steps > 1:
                 raise ValueError("gradient_accumulation_steps needs rollout_mode 'complete'; a longer update_horizon accumulates segments")
         compiler.check_mode(self.compile_mode)
-        if self.memory not in MEMORY:
-            raise ValueError(f"memory must be one of {', '.join(MEMORY)}, got {self.memory!r}")
+        require_choice("memory", self.memory, MEMORY)
         for name in ("deterministic_actions", "clip_actions_to_space", "adjoint_norm_per_step", "skip_nonfinite_updates"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
+            require_switch(name, getattr(self, name))
 
     @property
     def horizon(self) -> int:
@@ -105,13 +100,6 @@ class ApgConfig:
     @property
     def complete(self) -> bool:
         return self.rollout_mode == "complete"
-
-
-def _number(name: str, value: Any, low: float, high: float = math.inf, *, infinite: bool = False) -> None:
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high and (infinite or math.isfinite(value))
-    if not good:
-        end = "" if high == math.inf else f" and at most {high:g}"
-        raise ValueError(f"{name} must be a number of at least {low:g}{end}, got {value!r}")
 
 
 def _on(limit: float | None) -> bool:
@@ -215,7 +203,7 @@ def make_apg(
     space = env.single_action_space
     if len(getattr(space, "shape", None) or ()) != 1 or not hasattr(space, "low") or space.shape[0] != policy.action_dim:
         raise ValueError(f"the policy has {policy.action_dim} actions, but the action space of {env.env.spec.name!r} is {space}")
-    _number("learning_rate", learning_rate, 0.0)
+    require_number("learning_rate", learning_rate, at_least=0.0)
     limits = [name for name in (ACTION_LIMIT, STATE_LIMIT) if _on(getattr(config, name))]
     if unroll is not None and (limits or config.adjoint_norm_per_step):
         raise ValueError(f"{(limits or ['adjoint_norm_per_step'])[0]} cannot be applied inside your own unroll; call frl.clip_adjoint there and leave it off")

@@ -18,7 +18,7 @@ from frl import rng, tree
 from frl.advantages import group_advantages
 from frl.algorithms.epochs import mean_metrics, minibatch_step, plan_minibatches, run_minibatches
 from frl.algorithms.minibatch import minibatch_count
-from frl.algorithms.options import check_count, check_limit, check_number
+from frl.algorithms.options import check_limit
 from frl.algorithms.play import check_fit, make_begin
 from frl.algorithms.record import PLAYED, distribution_fields, make_recorder, normalized, recorded_distribution
 from frl.algorithms.states import finish_update, first_state, group_keys
@@ -27,6 +27,7 @@ from frl.envs.vector import VecEnv
 from frl.losses import grpo_loss, k3
 from frl.returns import alive_mask, discounted_returns_to_go
 from frl.types import Algorithm, Hyper, Metrics, Normalizer, Optimizer, Params, TrainState
+from frl.validate import require_choice, require_count, require_number
 
 KL_ESTIMATORS = ("exact", "k3")
 LOSS_METRICS = ("loss", "actor_loss", "entropy", "approx_ref_kl", "approx_kl", "clip_fraction", "grad_norm")
@@ -71,13 +72,12 @@ class GrpoConfig:
 
     def __post_init__(self) -> None:
         for name, low in (("buffer_size", 1), ("group_size", 2), ("n_epochs", 1), ("batch_size", 1)):
-            check_count(name, getattr(self, name), low)
-        check_number("gamma", self.gamma, 0.0, 1.0)
+            require_count(name, getattr(self, name), low)
+        require_number("gamma", self.gamma, at_least=0.0, at_most=1.0)
         for name in ("clip_coef", "ent_coef", "kl_coef", "eps"):
-            check_number(name, getattr(self, name), 0.0)
+            require_number(name, getattr(self, name), at_least=0.0)
         check_limit("max_grad_norm", self.max_grad_norm)
-        if self.kl_estimator not in KL_ESTIMATORS:
-            raise ValueError(f"kl_estimator must be one of {', '.join(KL_ESTIMATORS)}, got {self.kl_estimator!r}")
+        require_choice("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
         compiler.check_mode(self.compile_mode)
 
 
@@ -120,7 +120,7 @@ def make_grpo(
     """
     config = config or GrpoConfig()
     check_fit(env, policy, "GRPO")
-    check_number("learning_rate", learning_rate, 0.0)
+    require_number("learning_rate", learning_rate, at_least=0.0)
     if env.num_envs % config.group_size:
         raise ValueError(f"the number of rows must be a multiple of group_size, got {env.num_envs} rows and group_size {config.group_size}")
     if not getattr(env, "seeds_rows", True):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from frl import rng, tree
+from frl.validate import require_count
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -74,12 +75,12 @@ def minibatch_count(count: int, *, num_minibatches: int | None = None, batch_siz
     Raises:
         ValueError: unless ``count`` and the number that is used are positive integers and ``num_minibatches`` is at most ``count``.
     """
-    _positive("the number of transitions", count)
+    require_count("the number of transitions", count)
     if num_minibatches is not None:
-        if _positive("num_minibatches", num_minibatches) > count:
+        if require_count("num_minibatches", num_minibatches) > count:
             raise ValueError(f"num_minibatches must be at most the number of transitions, {count}, got {num_minibatches}")
         return num_minibatches
-    return -(-count // _positive("batch_size", batch_size))
+    return -(-count // require_count("batch_size", batch_size))
 
 
 def minibatch_indices(key: Tensor, count: int, *, num_minibatches: int | None = None, batch_size: int | None = None) -> Minibatches:
@@ -131,8 +132,7 @@ def iterate_minibatches(
         ValueError: as :func:`minibatch_count`, at the call; for a ``flat`` that has no common first dimension, or ``epochs`` that is not an integer of at
             least 0.
     """
-    if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 0:
-        raise ValueError(f"epochs must be an integer of at least 0, got {epochs!r}")
+    require_count("epochs", epochs, 0)
     count = _count(flat)
     parts = minibatch_count(count, num_minibatches=num_minibatches, batch_size=batch_size)
 
@@ -154,9 +154,3 @@ def _count(flat: Any) -> int:
     if len(sizes) != 1 or sizes == {()}:
         raise ValueError(f"all tensors must have the same first dimension, got {sorted(sizes)}")
     return sizes.pop()[0]
-
-
-def _positive(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-    return value

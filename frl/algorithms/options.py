@@ -1,32 +1,29 @@
-"""Options of algorithms, checked once where they are given: numbers, limits, counts and normalizers."""
+"""Options of algorithms, checked once where they are given: limits, gates and normalizers."""
 
 from __future__ import annotations
 
 import math
+from numbers import Real
 from typing import Any
 
 from frl.types import Normalizer
-
-
-def check_number(name: str, value: Any, low: float, high: float = math.inf, *, positive: bool = False) -> None:
-    """``ValueError`` unless ``value`` is a finite number in [low, high] (above low when ``positive``)."""
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and low <= value <= high
-    if not good or (positive and value == low):
-        end = "" if high == math.inf else f" and at most {high:g}"
-        raise ValueError(f"{name} must be a finite number {'above' if positive else 'of at least'} {low:g}{end}, got {value!r}")
+from frl.validate import require_number
 
 
 def check_limit(name: str, value: Any) -> None:
-    """``ValueError`` unless ``value`` is a positive number, or ``None`` or infinity, which mean off."""
-    if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0):
-        return
-    raise ValueError(f"{name} must be a positive number, or None or infinity to switch it off, got {value!r}")
+    """``ValueError`` unless ``value`` is a positive number, or ``None`` or infinity, which mean off. A limit of 0 would freeze learning."""
+    if value is not None and not _infinite(value):
+        require_number(f"{name} (None or infinity means off)", value, above=0.0)
 
 
-def check_count(name: str, value: Any, low: int = 1) -> None:
-    """``ValueError`` unless ``value`` is an integer of at least ``low``."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ValueError(f"{name} must be an integer of at least {low}, got {value!r}")
+def check_gate(name: str, value: Any) -> None:
+    """``ValueError`` unless ``value`` is a number of at least 0, ``None`` or infinity; 0, ``None`` and infinity mean off."""
+    if value is not None and not _infinite(value):
+        require_number(f"{name} (0, None or infinity means off)", value, at_least=0.0)
+
+
+def _infinite(value: Any) -> bool:
+    return isinstance(value, Real) and float(value) == math.inf
 
 
 def check_normalizers(policy: Any, normalizer: Normalizer | None, critic_normalizer: Normalizer | None) -> bool:

@@ -18,7 +18,7 @@ from frl import rng
 from frl.advantages import BOOTSTRAPS, compute_gae, explained_variance, normalize_advantage
 from frl.algorithms.epochs import mean_metrics, minibatch_step, plan_minibatches, run_minibatches
 from frl.algorithms.minibatch import minibatch_count
-from frl.algorithms.options import check_count, check_limit, check_normalizers, check_number
+from frl.algorithms.options import check_limit, check_normalizers
 from frl.algorithms.play import check_fit
 from frl.algorithms.record import PLAYED, distribution_names, make_recorder, normalized, recorded_distribution, scale_of
 from frl.algorithms.states import finish_update, first_state
@@ -29,6 +29,7 @@ from frl.normalizers import running_normalizer
 from frl.numerics import masked_mean
 from frl.returns import discounted_suffix_sums
 from frl.types import Algorithm, Hyper, Metrics, Normalizer, Optimizer, Params, PyTree, TrainState
+from frl.validate import require_choice, require_count, require_number
 
 SCALED_REWARD_LIMIT = 10.0
 LOSS_METRICS = ("loss", "actor_loss", "value_loss", "action_bound_loss", "entropy", "kl", "approx_kl", "clip_fraction", "grad_norm")
@@ -90,26 +91,24 @@ class PpoConfig:
 
     def __post_init__(self) -> None:
         for name in ("buffer_size", "n_epochs", "batch_size", *(["num_mini_batches"] if self.num_mini_batches is not None else [])):
-            check_count(name, getattr(self, name))
-        check_number("gamma", self.gamma, 0.0, 1.0)
-        check_number("gae_lambda", self.gae_lambda, 0.0, 1.0)
+            require_count(name, getattr(self, name))
+        require_number("gamma", self.gamma, at_least=0.0, at_most=1.0)
+        require_number("gae_lambda", self.gae_lambda, at_least=0.0, at_most=1.0)
         for name in ("clip_coef", "ent_coef", "vf_coef", "action_bound_coef"):
-            check_number(name, getattr(self, name), 0.0)
+            require_number(name, getattr(self, name), at_least=0.0)
         check_limit("max_grad_norm", self.max_grad_norm)
         check_limit("early_stop_kl", self.early_stop_kl)
-        if self.schedule not in ("fixed", "adaptive"):
-            raise ValueError(f"schedule must be 'fixed' or 'adaptive', got {self.schedule!r}")
+        require_choice("schedule", self.schedule, ("fixed", "adaptive"))
         if self.schedule == "fixed" and self.desired_kl is not None:
             raise ValueError(f"desired_kl has no effect with schedule 'fixed', got {self.desired_kl!r}; pass schedule='adaptive' or leave it out")
         if self.schedule == "adaptive" and self.desired_kl is None:
             raise ValueError("schedule 'adaptive' needs desired_kl, a positive number")
         for name in ("minimum_learning_rate", "maximum_learning_rate", *(["desired_kl"] if self.desired_kl is not None else [])):
-            check_number(name, getattr(self, name), 0.0, positive=True)
+            require_number(name, getattr(self, name), above=0.0)
         if self.maximum_learning_rate < self.minimum_learning_rate:
             least = self.minimum_learning_rate
             raise ValueError(f"maximum_learning_rate must be at least minimum_learning_rate, {least:g}, got {self.maximum_learning_rate:g}")
-        if self.truncation_bootstrap not in BOOTSTRAPS:
-            raise ValueError(f"truncation_bootstrap must be one of {', '.join(BOOTSTRAPS)}, got {self.truncation_bootstrap!r}")
+        require_choice("truncation_bootstrap", self.truncation_bootstrap, BOOTSTRAPS)
         compiler.check_mode(self.compile_mode)
 
     @property
@@ -159,7 +158,7 @@ def make_ppo(
     if not getattr(policy, "has_critic", False):
         raise ValueError(f"PPO needs a policy with a critic, such as frl.actor_critic, and {getattr(policy, 'name', policy)!r} has none")
     check_fit(env, policy, "PPO")
-    check_number("learning_rate", learning_rate, 0.0)
+    require_number("learning_rate", learning_rate, at_least=0.0)
     if config.adaptive and schedule is not None:
         raise ValueError("schedule 'adaptive' sets the learning rate itself; leave the learning-rate schedule out, or pass schedule='fixed'")
     shared = check_normalizers(policy, normalizer, critic_normalizer)

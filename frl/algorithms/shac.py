@@ -23,7 +23,7 @@ from frl.advantages import explained_variance
 from frl.algorithms import episodes
 from frl.algorithms.epochs import mean_metrics, minibatch_step, plan_minibatches, run_minibatches
 from frl.algorithms.minibatch import minibatch_count
-from frl.algorithms.options import check_count, check_limit, check_normalizers, check_number
+from frl.algorithms.options import check_gate, check_limit, check_normalizers
 from frl.algorithms.play import check_fit
 from frl.algorithms.record import flat_observations, normalized, scale_of
 from frl.algorithms.states import first_state
@@ -39,6 +39,7 @@ from frl.returns import td_lambda_returns
 from frl.rollout import ACTION_LIMIT, STATE_LIMIT, make_unroll
 from frl.scan import MEMORY
 from frl.types import Algorithm, Hyper, Metrics, Normalizer, Optimizer, Params, PyTree, Rollout, TrainState, Trajectory
+from frl.validate import require_choice, require_count, require_number, require_switch
 
 _SCALAR = running_normalizer(1)  # statistics of the critic's targets
 ACTOR_RATE, CRITIC_RATE, TEMPERATURE_RATE = "optimizer.learning_rate", "critic_optimizer.learning_rate", "temperature_learning_rate"
@@ -110,23 +111,21 @@ class ShacConfig:
     def __post_init__(self) -> None:
         optional = [name for name in ("update_horizon", "num_mini_batches") if getattr(self, name) is not None]
         for name in ("segment_length", "n_epochs", "batch_size", "steps_per_graph", *optional):
-            check_count(name, getattr(self, name))
+            require_count(name, getattr(self, name))
         if self.horizon % self.segment_length:
             raise ValueError(f"update_horizon must be a multiple of segment_length, got {self.horizon} and {self.segment_length}")
         for name in ("gamma", "td_lambda", "target_tau"):
-            check_number(name, getattr(self, name), 0.0, 1.0)
+            require_number(name, getattr(self, name), at_least=0.0, at_most=1.0)
         for name in ("ent_coef", "temperature_learning_rate"):
-            check_number(name, getattr(self, name), 0.0)
+            require_number(name, getattr(self, name), at_least=0.0)
         for name in ("max_grad_norm", "critic_max_grad_norm"):
             check_limit(name, getattr(self, name))
         for name in ("max_grad_norm_before_clip", ACTION_LIMIT, STATE_LIMIT):
-            if getattr(self, name) not in (None, math.inf):
-                check_number(name, getattr(self, name), 0.0)
+            check_gate(name, getattr(self, name))
         for name in ("normalize_values", "learn_temperature", "normalize_entropy", "deterministic_actions", "clip_actions_to_space", "skip_nonfinite_updates"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
+            require_switch(name, getattr(self, name))
         if self.target_entropy is not None:
-            check_number("target_entropy", self.target_entropy, -math.inf)
+            require_number("target_entropy", self.target_entropy)
         if self.learn_temperature:
             if self.ent_coef == 0:
                 raise ValueError("learn_temperature starts at ent_coef, which must be positive, got 0")
@@ -136,8 +135,7 @@ class ShacConfig:
             for name, off in (("target_entropy", None), ("normalize_entropy", False)):
                 if getattr(self, name) != off:
                     raise ValueError(f"{name} has no effect without learn_temperature, got {getattr(self, name)!r}")
-        if self.memory not in MEMORY:
-            raise ValueError(f"memory must be one of {', '.join(MEMORY)}, got {self.memory!r}")
+        require_choice("memory", self.memory, MEMORY)
         compiler.check_mode(self.compile_mode)
 
     @property
@@ -263,7 +261,7 @@ def make_shac(
     critic_optimizer = critic_optimizer or optimizer
     critic_learning_rate = learning_rate if critic_learning_rate is None else critic_learning_rate
     for name, rate in (("learning_rate", learning_rate), ("critic_learning_rate", critic_learning_rate)):
-        check_number(name, rate, 0.0)
+        require_number(name, rate, at_least=0.0)
     _check_env(env, policy)
     shared = check_normalizers(policy, normalizer, critic_normalizer)
     parts = minibatch_count(env.num_envs * config.horizon, num_minibatches=config.num_mini_batches, batch_size=config.batch_size)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.func import grad, vmap
 
 from frl import rng, tree
-from frl.envs.env import Env
+from frl.envs.env import ADVICE, Env
 from frl.validate import require_count, require_number
 
 MAX_KINK_FRACTION = 0.05
@@ -106,11 +106,7 @@ def check_env(env: Env, *, num_envs: int = 64, num_steps: int = 8, seed: int = 0
     try:
         problems, found = _examine(env, space, num_envs, num_steps, seed, epsilon)
     except RuntimeError as error:  # what torch.func.vmap raises
-        problem = (
-            f"reset or step does not run under torch.func.vmap: {str(error).splitlines()[0]} (build tensors with torch.stack, torch.cat and torch.where "
-            "in place of writing into them or branching on their values, and draw from the key)"
-        )
-        problems, found = [problem], None
+        problems, found = [f"reset or step does not run under torch.func.vmap: {str(error).splitlines()[0]} ({ADVICE})"], None
     if found is None:
         return CheckReport(name=env.spec.name, passed=False, rows=num_envs, compared_rows=0, worst_relative_error=math.nan, problems=tuple(problems))
     return _judge(env.spec.name, found, tolerance)

@@ -16,6 +16,9 @@ from torch import Tensor
 from frl.envs.scene import Scene
 from frl.types import Outcome, PyTree
 
+# For code that runs on one row and not under vmap.
+ADVICE = "build tensors with torch.stack, torch.cat and torch.where in place of writing into them or branching on their values, and draw from the key"
+
 
 @dataclass(frozen=True, kw_only=True)
 class EnvSpec:

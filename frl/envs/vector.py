@@ -19,10 +19,12 @@ import torch
 from torch import Tensor
 
 from frl import rng, tree
-from frl.envs.env import Env, EnvSpec
+from frl.envs.env import ADVICE, Env, EnvSpec
 from frl.types import PyTree, TimeStep
 
 RESERVED_METRICS = ("episode_return", "episode_length", "nonfinite")
+# How torch speaks of code that vmap cannot run.
+_UNMAPPABLE = ("vmap", "broadcast shape", "functorch")
 
 
 class VecState(NamedTuple):
@@ -167,7 +169,13 @@ class VecEnv:
             return tuple(result)
 
         # Not out_dims=-1: for a result that does not depend on the row, vmap then returns a tensor of a broken shape (torch 2.13).
-        values = torch.func.vmap(flat, in_dims=tuple(dims), out_dims=0)(*leaves)
+        try:
+            values = torch.func.vmap(flat, in_dims=tuple(dims), out_dims=0)(*leaves)
+        except RuntimeError as error:
+            said = str(error)
+            if not any(word in said for word in _UNMAPPABLE):
+                raise
+            raise RuntimeError(f"environment {self.env.spec.name!r} does not run under torch.func.vmap: {said.splitlines()[0]} ({ADVICE})") from error
         return tree.unflatten(out[0], values if rows == 0 else [x.movedim(0, -1) for x in values])
 
     def _by_row(self, env_params: PyTree) -> list[bool]:

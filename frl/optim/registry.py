@@ -83,12 +83,14 @@ class LRSchedulerCfg:
 # ---- building ----
 
 
-def build_optimizer(cfg: OptimizerCfg) -> Optimizer:
+def build_optimizer(cfg: OptimizerCfg | Mapping[str, Any] | None) -> Optimizer:
     """The optimizer that ``cfg`` describes; its learning rate is the default for a ``hyper`` without one.
 
     Raises:
+        TypeError: for a ``cfg`` that is neither a configuration nor a mapping of its fields.
         ValueError: for an unknown name or option, or an option out of its range.
     """
+    cfg = coerce_optimizer_cfg(cfg)
     if "lr" in cfg.kwargs or "learning_rate" in cfg.kwargs:
         raise ValueError("optimizer: the learning rate belongs in optimizer.learning_rate, not in optimizer.kwargs")
     factory = _OPTIMIZERS.get(cfg.name)
@@ -97,28 +99,30 @@ def build_optimizer(cfg: OptimizerCfg) -> Optimizer:
     return factory(**options)
 
 
-def build_lr_scheduler(cfg: LRSchedulerCfg) -> Schedule:
+def build_lr_scheduler(cfg: LRSchedulerCfg | Mapping[str, Any] | None) -> Schedule:
     """The schedule that ``cfg`` describes, ``schedule(base_learning_rate, step) -> learning_rate``; constant without a name.
 
     Raises:
         ValueError: for an unknown name or option, a missing one (a horizon that was not bound, for example), or one out of its range.
     """
+    cfg = coerce_lr_scheduler_cfg(cfg)
     return constant_schedule() if cfg.name is None else _build_schedule(cfg.name, cfg.kwargs)
 
 
-def scheduler_needs_horizon(cfg: LRSchedulerCfg) -> bool:
+def scheduler_needs_horizon(cfg: LRSchedulerCfg | Mapping[str, Any] | None) -> bool:
     """Whether the schedule has a length that ``cfg`` leaves open."""
+    cfg = coerce_lr_scheduler_cfg(cfg)
     horizon = None if cfg.name is None else _SCHEDULERS.get(cfg.name).horizon
     return horizon is not None and horizon not in cfg.kwargs
 
 
-def bind_scheduler_horizon(cfg: LRSchedulerCfg, n: int) -> LRSchedulerCfg:
+def bind_scheduler_horizon(cfg: LRSchedulerCfg | Mapping[str, Any] | None, n: int) -> LRSchedulerCfg:
     """``cfg`` with its open length set to ``n`` updates; a length that is already there wins, and a schedule without one comes back as it is.
 
     Raises:
         ValueError: if ``n`` is not a whole number above 0.
     """
-    n = require_count("lr_scheduler: the number of updates", n)
+    n, cfg = require_count("lr_scheduler: the number of updates", n), coerce_lr_scheduler_cfg(cfg)
     if not scheduler_needs_horizon(cfg):
         return cfg
     return dataclasses.replace(cfg, kwargs={**cfg.kwargs, _SCHEDULERS.get(str(cfg.name)).horizon: n})
