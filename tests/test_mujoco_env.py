@@ -123,7 +123,7 @@ def test_tasks_are_found_by_name_in_any_case():
         get_learning_env_factory("mujoco:Hoper-v5")
     with pytest.raises(TypeError, match="did you mean 'healthy_reward'"):
         build_learning_env("mujoco:Hopper-v5", healthy_rewards=1.0)
-    for key, value in (("healthy_z_range", [1.0, 0.0]), ("healthy_z_range", 3), ("healthy_reward", math.nan), ("smooth", 1), ("threads", 0)):
+    for key, value in (("healthy_z_range", [1.0, 0.0]), ("healthy_z_range", 3), ("healthy_reward", math.nan), ("smooth", 1), ("smooth_weight", -1.0), ("threads", 0)):
         with pytest.raises(ValueError, match=key):
             build_learning_env("mujoco:Hopper-v5", **{key: value})
 
@@ -247,6 +247,22 @@ def test_smooth_lends_a_gradient_and_leaves_returns_alone(build: Any):
         assert bool((slopes[0] == 0).all())
         # Pushing the cart towards the side on which the pole leans lifts the pole.
         assert bool((slopes[1][-2:] > 0).all())
+
+
+def test_hoppers_lent_gradient_has_a_weight():
+    params = hopper(dtype=F64).default_params
+    states = torch.func.vmap(hopper(dtype=F64).reset, in_dims=(0, None))(rng.split(rng.key(0), 4), params)
+    states = states._replace(qpos=states.qpos + torch.tensor([0.0, -0.3, 0.1, 0.0, 0.0, 0.0], dtype=F64))
+
+    def slope(weight: float, **options: Any) -> torch.Tensor:
+        env = hopper(dtype=F64, smooth_weight=weight, **options)
+        step = torch.func.vmap(env.step, in_dims=(0, 0, None))
+        return torch.func.grad(lambda actions: step(states, actions, env.default_params)[1].reward.sum())(torch.full((4, 3), 0.3, dtype=F64))
+
+    hard, none, one, two = slope(1.0), slope(0.0, smooth=True), slope(1.0, smooth=True), slope(2.0, smooth=True)
+    torch.testing.assert_close(none, hard, rtol=1e-12, atol=1e-12)
+    assert bool((one != hard).all())
+    torch.testing.assert_close(two - hard, 2 * (one - hard), rtol=1e-9, atol=1e-12)
 
 
 # ---- simulations that diverge ----

@@ -352,6 +352,7 @@ def hopper(
     healthy_angle_range: tuple[float, float] = (-0.2, 0.2),
     reset_noise_scale: float = 5e-3,
     smooth: bool = False,
+    smooth_weight: float = 10.0,
     dtype: torch.dtype = torch.float32,
     threads: int | None = None,
     centered: bool = True,
@@ -363,7 +364,8 @@ def hopper(
     coordinates lie within their ranges, and the episode ends outside.
 
     The bonus of being healthy is constant and has no gradient, nor has the end of the episode. With ``smooth`` the bonus is lent the gradient of
-    ``-healthy_reward (max(0, (z_low + 0.4 - z) / 0.4)^2 + (angle / angle_high)^2)``: away from the floor, and upright.
+    ``-smooth_weight (max(0, (z_low + 0.4 - z) / 0.4)^2 + (angle / angle_high)^2)``: away from the floor, and upright. A fall costs all rewards that would
+    have followed; with a weight near 1 step's reward, gradients do not see that and end at one long leap.
 
     Observation ``[11]``: height [m], angles of torso and joints [rad], all six velocities clipped to +-10. Action: torques of the joints, within +-1.
 
@@ -376,6 +378,7 @@ def hopper(
         healthy_angle_range: of the angle of the torso [rad].
         reset_noise_scale: half-width of the uniform noise on the first state.
         smooth: lend the bonus a gradient.
+        smooth_weight: of that gradient; nothing without ``smooth``.
         dtype: of the default parameters.
         threads, centered, gradient_integrator: see :class:`~frl.envs.mujoco.simulator.Simulator`.
     """
@@ -402,7 +405,8 @@ def hopper(
         survive = env_params["healthy_reward"] * healthy.to(z.dtype)
         if smooth:
             low = torch.relu(env_params["healthy_z_low"] + 0.4 - z) / 0.4
-            survive = _lend(survive, -env_params["healthy_reward"] * (low.square() + (angle / env_params["healthy_angle_high"]).square()))
+            lean = angle / env_params["healthy_angle_high"]
+            survive = _lend(survive, -env_params["smooth_weight"] * (low.square() + lean.square()))
         control = -env_params["ctrl_cost_weight"] * action.square().sum()
         metrics = {
             **{"x_position": after.qpos[0].detach(), "z_distance_from_origin": z.detach() - float(model.qpos0[1]), "x_velocity": velocity.detach()},
@@ -411,6 +415,7 @@ def hopper(
         return Outcome(reward=forward + survive + control, terminated=~healthy if terminate else torch.zeros_like(healthy), metrics=metrics)
 
     weights = _numbers(forward_reward_weight=forward_reward_weight, ctrl_cost_weight=ctrl_cost_weight, healthy_reward=healthy_reward)
+    weights["smooth_weight"] = require_number("smooth_weight", smooth_weight, at_least=0.0)
     return mujoco_env(
         f"{PREFIX}Hopper-v5",
         model,
