@@ -20,7 +20,6 @@ import hashlib
 import json
 import math
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -38,7 +37,7 @@ TASKS = ("pendulum", "cartpole_swingup", "quadrotor", "planar_reach", "planar_ho
 ALGORITHMS = {"apg": "#0072B2", "shac": "#D55E00", "ppo": "#009E73"}
 QUICK = ("pendulum", "cartpole_swingup", "planar_reach")
 POINTS = 16  # evaluations of a run
-EPISODES, FINAL_EPISODES = 64, 256
+EPISODES, FINAL_EPISODES = 64, 1024
 SOLVED = 0.95  # success rate that counts as solved
 
 
@@ -120,23 +119,23 @@ def run(task: str, algorithm: str, seed: int, runs: Path, deadline: float) -> st
     target, mark = result_file(runs, task, algorithm, seed), fingerprint(task, algorithm, seed)
     if time.monotonic() > deadline or (target.is_file() and json.loads(target.read_text(encoding="utf-8"))["fingerprint"] == mark):
         return None
-    folder = Path(tempfile.mkdtemp(prefix=f"{target.stem}-", dir=runs))
-    command = [sys.executable, "-m", "frl", "train", str(run_file(task, algorithm)), "--quiet"]
-    for value in (*settings(task, algorithm, seed), f"trainer.output_dir={folder}"):
-        command += ["--set", value]
-    environment = {**os.environ, **dict.fromkeys(timing.THREAD_VARIABLES, "1"), "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    started = time.monotonic()
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    seconds = time.monotonic() - started
-    name = f"{task} {algorithm} seed {seed}"
-    if done.returncode:
-        return f"{name}: exit status {done.returncode}\n{done.stderr}"
-    (directory,) = (path for path in folder.iterdir() if (path / "summary.json").is_file())
-    result = {"task": task, "algorithm": algorithm, "seed": seed, "fingerprint": mark, "seconds": seconds, **read(directory, seconds)}
+    with tempfile.TemporaryDirectory(prefix=f"{target.stem}-", dir=runs) as folder:
+        command = [sys.executable, "-m", "frl", "train", str(run_file(task, algorithm)), "--quiet"]
+        for value in (*settings(task, algorithm, seed), f"trainer.output_dir={folder}"):
+            command += ["--set", value]
+        paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {**os.environ, **dict.fromkeys(timing.THREAD_VARIABLES, "1"), "PYTHONPATH": paths}
+        started = time.monotonic()
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        seconds = time.monotonic() - started
+        name = f"{task} {algorithm} seed {seed}"
+        if done.returncode:
+            return f"{name}: exit status {done.returncode}\n{done.stderr}"
+        (directory,) = (path for path in Path(folder).iterdir() if (path / "summary.json").is_file())
+        result = {"task": task, "algorithm": algorithm, "seed": seed, "fingerprint": mark, "seconds": seconds, **read(directory, seconds)}
     fresh = target.with_suffix(".tmp")
     fresh.write_text(json.dumps(result), encoding="utf-8")
     fresh.replace(target)
-    shutil.rmtree(folder)
     return f"{name}: return {result['return']:.1f}, success {result['success']:.3f}, {result['env_steps']:,} env steps, {seconds:.0f} s"
 
 
