@@ -50,6 +50,8 @@ def _rollout_conflicts(trainer: schema.TrainerCfg) -> Iterator[str]:
                 f"trainer.gradient_accumulation_steps: got {trainer.gradient_accumulation_steps}, expected 1: it has no effect with "
                 "rollout_mode: segmented; raise update_horizon, or set rollout_mode: complete"
             )
+    elif trainer.stagger_episodes:
+        yield "trainer.stagger_episodes: has no effect with rollout_mode: complete, whose rollouts begin with new episodes; set rollout_mode: segmented"
 
 
 def _policy_conflicts(policy: schema.PolicyCfg, algorithm: str) -> Iterator[str]:

@@ -81,6 +81,7 @@ class TrainerCfg(Section):
         max_eval_steps: step cap of an evaluation; null: derived from the time limit.
         final_eval_episodes: episodes of the last evaluation, on seeds that never picked the best checkpoint; 0 off.
         update_horizon: steps per update of differentiable algorithms; null: ``segment_length``.
+        stagger_episodes: training rows begin at different times of their episodes, their first ones end early; a functional environment with a time limit.
         action_adjoint_max_norm, state_adjoint_max_norm: row norm limits of the adjoint at every step; 0, null and .inf switch them off.
         scan_memory: what the backward pass of a rollout keeps, ``save`` activations or ``recompute`` them.
         threads: torch threads, set before the first compile; null leaves them.
@@ -118,6 +119,7 @@ class TrainerCfg(Section):
     update_horizon: Annotated[int | None, integer(1, none=True)] = None
     rollout_mode: Annotated[str, word("segmented", "complete")] = "segmented"
     gradient_accumulation_steps: Positive = 1
+    stagger_episodes: Switch = False
     deterministic_actions: Switch = False
     clip_actions_to_space: Switch = False
     action_adjoint_max_norm: Annotated[float, norm_limit(0.0)] = 0.0
@@ -304,7 +306,7 @@ def block_names(data: Mapping[str, Any]) -> tuple[str, str]:
 def inapplicable(algorithm: str) -> tuple[str, ...]:
     """Trainer keys that change nothing for a built-in algorithm."""
     shac = (*_STANDARD_ONLY, "rollout_mode", "gradient_accumulation_steps")
-    return {"apg": _STANDARD_ONLY, "shac": shac, "ppo": _DIFFERENTIABLE_ONLY, "grpo": _DIFFERENTIABLE_ONLY}.get(algorithm, ())
+    return {"apg": _STANDARD_ONLY, "shac": shac, "ppo": _DIFFERENTIABLE_ONLY, "grpo": (*_DIFFERENTIABLE_ONLY, "stagger_episodes")}.get(algorithm, ())
 
 
 def sections(algorithm: str, policy: str) -> dict[str, tuple[str, ...] | None]:

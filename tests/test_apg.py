@@ -769,6 +769,7 @@ def test_a_population_is_mapped_over_whole_updates(mode):
         ("steps_per_graph", (0, True, 1.5)),
         ("compile_mode", ("fast", None)),
         ("memory", ("some", None)),
+        ("stagger_episodes", ("false", 1, None)),
         ("deterministic_actions", ("false", 1, None)),
         ("clip_actions_to_space", ("no", 0)),
         ("adjoint_norm_per_step", ("no", 1)),

@@ -692,6 +692,8 @@ def test_an_override_is_checked_against_the_chosen_algorithm() -> None:
         ),
         ("shac", ["algorithm.cfg.critic_optimizer.kwargs.lr=1"], "set algorithm.cfg.critic_optimizer.learning_rate instead"),
         ("shac", ["algorithm.cfg.critic_optimizer.lr=1"], "algorithm.cfg.critic_optimizer.lr: is spelled learning_rate"),
+        ("apg", ["trainer.rollout_mode=complete", "trainer.stagger_episodes=true"], "trainer.stagger_episodes: has no effect with rollout_mode: complete"),
+        ("grpo", ["trainer.stagger_episodes=true"], "trainer.stagger_episodes: has no effect with algorithm grpo"),
         ("grpo", ["trainer.num_envs=10"], "trainer.num_envs: got 10, expected a multiple of algorithm.cfg.group_size, which is 4"),
         ("grpo", ["algorithm.cfg.group_size=1"], "algorithm.cfg.group_size: got 1"),
         ("grpo", ["algorithm.cfg.reset_every_rollout=false"], "rows of a group must share one start state"),

@@ -614,12 +614,16 @@ REGISTERED = own(algorithms.get_registered_algo_names(), algorithms._REGISTRY.ge
 ADAM = {"optimizer": {"name": "adam", "learning_rate": 0.01}, "lr_scheduler": {"name": "linear"}}
 # Name of a case, which begins with the algorithm's: what a run file says in ``trainer``, ``algorithm.cfg`` and ``policy``.
 KNOWN: dict[str, dict[str, dict[str, Any]]] = {
-    "apg-segmented": {"trainer": {"rollout_mode": "segmented", "segment_length": 3, "update_horizon": 6}},
+    "apg-segmented": {"trainer": {"rollout_mode": "segmented", "segment_length": 3, "update_horizon": 6, "stagger_episodes": True}},
     "apg-complete": {
         "trainer": {"rollout_mode": "complete", "segment_length": 4, "gradient_accumulation_steps": 2, "action_adjoint_max_norm": 0.1},
         "policy": {"distribution": "tanh_normal"},
     },
-    "ppo": {"trainer": {"buffer_size": 4}, "cfg": {"n_epochs": 2, "num_mini_batches": 2}, "policy": {"name": "actor_critic", "critic": NETWORK}},
+    "ppo": {
+        "trainer": {"buffer_size": 4, "stagger_episodes": True},
+        "cfg": {"n_epochs": 2, "num_mini_batches": 2},
+        "policy": {"name": "actor_critic", "critic": NETWORK},
+    },
     "grpo": {"trainer": {"buffer_size": 4}, "cfg": {"n_epochs": 2, "batch_size": 4, "group_size": 2}},
     "shac": {
         "trainer": {"segment_length": 3, "update_horizon": 6},
@@ -627,7 +631,7 @@ KNOWN: dict[str, dict[str, dict[str, Any]]] = {
         "policy": {"name": "actor_critic", "critic": NETWORK},
     },
     "shac-soft": {
-        "trainer": {"segment_length": 4, "action_adjoint_max_norm": 0.1},
+        "trainer": {"segment_length": 4, "action_adjoint_max_norm": 0.1, "stagger_episodes": True},
         "cfg": {"n_epochs": 1, "learn_temperature": True, "ent_coef": 0.1, "critic_optimizer": {"name": "sgd", "learning_rate": 0.01}},
         "policy": {"name": "actor_critic", "critic": NETWORK, "distribution": "tanh_normal", "state_dependent_std": True},
     },
@@ -669,6 +673,26 @@ def test_every_algorithm_is_tested():
     missing = set(REGISTERED) - {case.split("-")[0] for case in ALGORITHMS}
     assert not missing, f"add a case for {', '.join(missing)} to KNOWN"
     assert "apg" in REGISTERED
+
+
+@pytest.mark.parametrize("name", ["apg", "ppo", "shac"])
+def test_training_rows_may_be_staggered(name: str):
+    env = make_vec_env(make_env("point_mass", {"max_episode_steps": 50}), 16)
+    kind = {"name": "actor_only"} if name == "apg" else {"name": "actor_critic", "critic": NETWORK}
+    policy = build_policy({"actor": NETWORK, **kind}, env.single_observation_space, env.single_action_space)
+    trainer = {"segment_length": 2, "buffer_size": 2, "compile_mode": "eager"}
+
+    def first(env: VecEnv, **options: bool) -> TrainState:
+        return algorithms.build_algo(name, {"num_mini_batches": 2} if name != "apg" else {}, env=env, policy=policy, trainer={**trainer, **options}).init(
+            rng.key(1)
+        )
+
+    plain, staggered = first(env), first(env, stagger_episodes=True)
+    assert same(staggered, plain._replace(env_state=env.stagger(plain.env_state)))
+    assert len(set(staggered.env_state.elapsed.tolist())) > 4
+    assert set(plain.env_state.elapsed.tolist()) == {0}
+    with pytest.raises(ValueError, match="stagger_episodes needs a time limit"):
+        first(make_vec_env(make_env("point_mass", {"max_episode_steps": None}), 2), stagger_episodes=True)
 
 
 @every_algorithm

@@ -123,7 +123,14 @@ def test_tasks_are_found_by_name_in_any_case():
         get_learning_env_factory("mujoco:Hoper-v5")
     with pytest.raises(TypeError, match="did you mean 'healthy_reward'"):
         build_learning_env("mujoco:Hopper-v5", healthy_rewards=1.0)
-    for key, value in (("healthy_z_range", [1.0, 0.0]), ("healthy_z_range", 3), ("healthy_reward", math.nan), ("smooth", 1), ("smooth_weight", -1.0), ("threads", 0)):
+    for key, value in (
+        ("healthy_z_range", [1.0, 0.0]),
+        ("healthy_z_range", 3),
+        ("healthy_reward", math.nan),
+        ("smooth", 1),
+        ("smooth_weight", -1.0),
+        ("threads", 0),
+    ):
         with pytest.raises(ValueError, match=key):
             build_learning_env("mujoco:Hopper-v5", **{key: value})
 

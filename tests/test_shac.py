@@ -892,6 +892,7 @@ def test_the_real_compiler_equals_eager():
         ("steps_per_graph", (0, True, 1.5)),
         ("compile_mode", ("fast", None)),
         ("memory", ("some", None)),
+        ("stagger_episodes", ("false", 1, None)),
         ("deterministic_actions", ("false", 1, None)),
         ("clip_actions_to_space", ("no", 0)),
         ("skip_nonfinite_updates", ("no", 1)),

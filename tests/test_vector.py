@@ -332,6 +332,43 @@ def test_an_error_of_the_environment_is_its_own():
         vec.step(state, actions(vec.env, 1, 3)[0], vec.default_params)
 
 
+@given(seed=SEEDS, limit=st.integers(1, 40))
+@QUICK
+def test_staggered_rows_are_at_any_time_of_an_episode_and_else_as_they_were(seed, limit):
+    vec, plain = begin(toy_env(max_episode_steps=limit), 64, seed)
+    state = vec.stagger(plain)
+    assert_trees_equal(state._replace(elapsed=plain.elapsed), plain)
+    assert state.elapsed.dtype == torch.int64
+    assert bool(((state.elapsed >= 0) & (state.elapsed < limit)).all())
+    # A row's time depends on its key alone.
+    assert torch.equal(vec.stagger(tree.map(lambda x: x[5:9], plain)).elapsed, state.elapsed[5:9])
+
+
+def test_staggered_times_are_uniform():
+    limit, rows = 8, 8000
+    vec, state = begin(toy_env(max_episode_steps=limit), rows)
+    counts = torch.bincount(vec.stagger(state).elapsed, minlength=limit)
+    # 6 standard deviations of a binomial count.
+    assert float((counts - rows / limit).abs().max()) < 6 * math.sqrt(rows / limit * (1 - 1 / limit))
+
+
+def test_a_staggered_row_is_reset_when_its_time_is_up():
+    limit = 7
+    env = toy_env(max_episode_steps=limit)
+    vec, state = begin(env, 16)
+    state = vec.stagger(state)
+    left = limit - state.elapsed
+    _, steps = play(vec, state, actions(env, 2 * limit, 16))
+    for row, count in enumerate(left.tolist()):
+        assert steps.truncated[:, row].nonzero().flatten().tolist() == [t for t in range(2 * limit) if t + 1 in (count, count + limit)]
+
+
+def test_rows_without_a_time_limit_cannot_be_staggered():
+    vec, state = begin(pendulum(max_episode_steps=None), 2)
+    with pytest.raises(ValueError, match="'pendulum' cannot be staggered"):
+        vec.stagger(state)
+
+
 @pytest.mark.parametrize("count", [0, -3, True, 2.0, "2", None])
 def test_a_wrong_number_of_rows_is_refused(count):
     with pytest.raises(ValueError, match="num_envs must be a positive integer"):

@@ -21,6 +21,7 @@ from frl import compile as compiler
 from frl import rng, tree
 from frl.algorithms import episodes
 from frl.algorithms.options import check_gate, check_limit
+from frl.algorithms.play import check_stagger
 from frl.envs.vector import VecEnv
 from frl.gradients import BatchedGradientNormStats, adjoint_norm_per_step, adjoint_statistics, merge_stats, stats_metrics
 from frl.losses import apg_loss
@@ -44,6 +45,8 @@ class ApgConfig:
         segment_length: steps between cuts of the gradient in segmented mode.
         update_horizon: steps of one update; ``segment_length`` when ``None``. A multiple of it in segmented mode.
         gradient_accumulation_steps: rollouts averaged in one update (complete mode).
+        stagger_episodes: rows begin at different times of their episodes (:meth:`frl.VecEnv.stagger`), so that every rollout has all parts of an episode; in
+            segmented mode.
         deterministic_actions: roll out the distribution's mode.
         clip_actions_to_space: clamp actions to the action space.
         action_adjoint_max_norm: row limit of the action adjoint at every step; 0 or ``None`` is off (hyper when on).
@@ -63,6 +66,7 @@ class ApgConfig:
     segment_length: int = 16
     update_horizon: int | None = None
     gradient_accumulation_steps: int = 1
+    stagger_episodes: bool = False
     deterministic_actions: bool = False
     clip_actions_to_space: bool = False
     action_adjoint_max_norm: float | None = 0.0
@@ -82,6 +86,8 @@ class ApgConfig:
         require_choice("rollout_mode", self.rollout_mode, ("segmented", "complete"))
         for name in ("segment_length", "gradient_accumulation_steps", "steps_per_graph", *(["update_horizon"] if self.update_horizon is not None else [])):
             require_count(name, getattr(self, name))
+        if self.complete and self.stagger_episodes:
+            raise ValueError("stagger_episodes needs rollout_mode 'segmented': complete rollouts begin with new episodes")
         if self.rollout_mode == "segmented":
             if self.horizon % self.segment_length:
                 raise ValueError(f"update_horizon must be a multiple of segment_length in segmented mode, got {self.horizon} and {self.segment_length}")
@@ -89,7 +95,7 @@ class ApgConfig:
                 raise ValueError("gradient_accumulation_steps needs rollout_mode 'complete'; a longer update_horizon accumulates segments")
         compiler.check_mode(self.compile_mode)
         require_choice("memory", self.memory, MEMORY)
-        for name in ("deterministic_actions", "clip_actions_to_space", "adjoint_norm_per_step", "skip_nonfinite_updates"):
+        for name in ("stagger_episodes", "deterministic_actions", "clip_actions_to_space", "adjoint_norm_per_step", "skip_nonfinite_updates"):
             require_switch(name, getattr(self, name))
 
     @property
@@ -204,6 +210,8 @@ def make_apg(
     if len(getattr(space, "shape", None) or ()) != 1 or not hasattr(space, "low") or space.shape[0] != policy.action_dim:
         raise ValueError(f"the policy has {policy.action_dim} actions, but the action space of {env.env.spec.name!r} is {space}")
     require_number("learning_rate", learning_rate, at_least=0.0)
+    if config.stagger_episodes:
+        check_stagger(env)
     limits = [name for name in (ACTION_LIMIT, STATE_LIMIT) if _on(getattr(config, name))]
     if unroll is not None and (limits or config.adjoint_norm_per_step):
         raise ValueError(f"{(limits or ['adjoint_norm_per_step'])[0]} cannot be applied inside your own unroll; call frl.clip_adjoint there and leave it off")
@@ -261,11 +269,12 @@ def make_apg(
         }
         hyper.update({name: number(getattr(config, name)) for name in limits})
         window = episodes.init(dtype, env.device)
+        env_state = env.reset(env.row_keys(k_env), env.default_params)
         state = TrainState(
             params=params,
             opt_state=optimizer.init(params),
             norm_state=normalizer.init(device=env.device) if normalizer is not None else (),
-            env_state=env.reset(env.row_keys(k_env), env.default_params),
+            env_state=env.stagger(env_state) if config.stagger_episodes else env_state,
             key=k_run,
             hyper=hyper,
             counters={name: zero for name in ("updates", "successful_updates", "skipped_updates", "env_steps", "rollouts", "nonfinite_rows")},

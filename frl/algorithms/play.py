@@ -57,6 +57,14 @@ def check_fit(env: Any, policy: Any, what: str) -> None:
             raise ValueError(f"the policy chooses actions from {first} to {last}, but the action space of {name!r} is {space}")
 
 
+def check_stagger(env: Any) -> None:
+    """Refuse rows whose episodes cannot be staggered: a host's, and those without a time limit."""
+    if not isinstance(env, VecEnv):
+        raise ValueError(f"stagger_episodes needs a functional environment (frl.make_vec_env), and {env.spec.name!r} is a host's")
+    if env.spec.max_episode_steps is None:
+        raise ValueError(f"stagger_episodes needs a time limit, and {env.spec.name!r} has none")
+
+
 def make_begin(env: Any, *, mode: str = "inductor") -> Callable[[Tensor, PyTree], PyTree]:
     """``begin(keys [N, 2], env_params) -> env_state``: new episodes in all rows, compiled for a functional environment."""
     if not isinstance(env, VecEnv):

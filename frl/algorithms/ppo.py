@@ -19,7 +19,7 @@ from frl.advantages import BOOTSTRAPS, compute_gae, explained_variance, normaliz
 from frl.algorithms.epochs import mean_metrics, minibatch_step, plan_minibatches, run_minibatches
 from frl.algorithms.minibatch import minibatch_count
 from frl.algorithms.options import check_limit, check_normalizers
-from frl.algorithms.play import check_fit
+from frl.algorithms.play import check_fit, check_stagger
 from frl.algorithms.record import PLAYED, distribution_names, make_recorder, normalized, recorded_distribution, scale_of
 from frl.algorithms.states import finish_update, first_state
 from frl.algorithms.transitions import by_time, cleared, flat_transitions, read_rollout, valid_steps
@@ -29,7 +29,7 @@ from frl.normalizers import running_normalizer
 from frl.numerics import masked_mean
 from frl.returns import discounted_suffix_sums
 from frl.types import Algorithm, Hyper, Metrics, Normalizer, Optimizer, Params, PyTree, TrainState
-from frl.validate import require_choice, require_count, require_number
+from frl.validate import require_choice, require_count, require_number, require_switch
 
 SCALED_REWARD_LIMIT = 10.0
 LOSS_METRICS = ("loss", "actor_loss", "value_loss", "action_bound_loss", "entropy", "kl", "approx_kl", "clip_fraction", "grad_norm")
@@ -61,6 +61,7 @@ class PpoConfig:
         truncation_bootstrap: ``"final_obs"`` or ``"pre_step"`` (:func:`frl.advantages.compute_gae`).
         normalize_rewards: divide rewards by the running std of their discounted returns, and clip them to [-10, 10].
         normalize_values: the critic learns returns that are normalised by their running mean and std.
+        stagger_episodes: rows begin at different times of their episodes (:meth:`frl.VecEnv.stagger`), so that every rollout has all parts of an episode.
         clip_actions_to_space: clamp actions to the action space; their score stays that of the sample.
         compile_mode: a mode of :mod:`frl.compile`.
     """
@@ -86,6 +87,7 @@ class PpoConfig:
     truncation_bootstrap: str = "final_obs"
     normalize_rewards: bool = False
     normalize_values: bool = False
+    stagger_episodes: bool = False
     clip_actions_to_space: bool = False
     compile_mode: str = "inductor"
 
@@ -94,6 +96,7 @@ class PpoConfig:
             require_count(name, getattr(self, name))
         require_number("gamma", self.gamma, at_least=0.0, at_most=1.0)
         require_number("gae_lambda", self.gae_lambda, at_least=0.0, at_most=1.0)
+        require_switch("stagger_episodes", self.stagger_episodes)
         for name in ("clip_coef", "ent_coef", "vf_coef", "action_bound_coef"):
             require_number(name, getattr(self, name), at_least=0.0)
         check_limit("max_grad_norm", self.max_grad_norm)
@@ -161,6 +164,8 @@ def make_ppo(
     require_number("learning_rate", learning_rate, at_least=0.0)
     if config.adaptive and schedule is not None:
         raise ValueError("schedule 'adaptive' sets the learning rate itself; leave the learning-rate schedule out, or pass schedule='fixed'")
+    if config.stagger_episodes:
+        check_stagger(env)
     shared = check_normalizers(policy, normalizer, critic_normalizer)
     minibatch_count(env.num_envs * config.buffer_size, num_minibatches=config.num_mini_batches, batch_size=config.batch_size)
     names = distribution_names(policy)
@@ -197,6 +202,7 @@ def make_ppo(
             hyper={"optimizer.learning_rate": learning_rate, **{name: getattr(config, name) for name in (*own, *adaptive, *stop)}},
             metrics=(*LOSS_METRICS, "ratio_error", "explained_variance", "steps", "skipped_update", "learning_rate"),
             dtype=dtype,
+            stagger=config.stagger_episodes,
         )
         extra = dict(state.extra)
         if critic_normalizer is not None and not shared:

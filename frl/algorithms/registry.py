@@ -181,7 +181,7 @@ def _critic_normalizer(policy: Any, trainer: Mapping[str, Any], normalizer: Norm
 
 
 _WINDOW_KEYS = (
-    *("segment_length", "update_horizon", "deterministic_actions", "clip_actions_to_space"),
+    *("segment_length", "update_horizon", "stagger_episodes", "deterministic_actions", "clip_actions_to_space"),
     *("action_adjoint_max_norm", "state_adjoint_max_norm", "compile_mode"),
 )
 _SHAC_KEYS = {**{key: key for key in _WINDOW_KEYS}, "scan_memory": "memory"}
@@ -189,5 +189,5 @@ _APG_KEYS = {**_SHAC_KEYS, **{key: key for key in ("rollout_mode", "gradient_acc
 _RECORDED_KEYS = {key: key for key in ("buffer_size", "clip_actions_to_space", "compile_mode")}
 _builtin("apg", make_apg, ApgConfig, _APG_KEYS, adapt=_apg_cfg, differentiable=True)
 _builtin("shac", make_shac, ShacConfig, _SHAC_KEYS, adapt=_shac_cfg, more=_critic_normalizer, differentiable=True)
-_builtin("ppo", make_ppo, PpoConfig, _RECORDED_KEYS, more=_critic_normalizer)
+_builtin("ppo", make_ppo, PpoConfig, {**_RECORDED_KEYS, "stagger_episodes": "stagger_episodes"}, more=_critic_normalizer)
 _builtin("grpo", make_grpo, GrpoConfig, _RECORDED_KEYS, adapt=_grpo_cfg)

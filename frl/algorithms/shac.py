@@ -24,7 +24,7 @@ from frl.algorithms import episodes
 from frl.algorithms.epochs import mean_metrics, minibatch_step, plan_minibatches, run_minibatches
 from frl.algorithms.minibatch import minibatch_count
 from frl.algorithms.options import check_gate, check_limit, check_normalizers
-from frl.algorithms.play import check_fit
+from frl.algorithms.play import check_fit, check_stagger
 from frl.algorithms.record import flat_observations, normalized, scale_of
 from frl.algorithms.states import first_state
 from frl.critic_policies import join_parameter_groups
@@ -72,6 +72,7 @@ class ShacConfig:
         target_entropy: [nat] with ``learn_temperature``; minus half the action features when ``None`` (hyper).
         normalize_entropy: with ``learn_temperature``, add ``(H - target) / (2 |target|)`` instead of ``H``, which is 0 at the target.
         temperature_learning_rate: of the logarithm of the coefficient (hyper).
+        stagger_episodes: rows begin at different times of their episodes (:meth:`frl.VecEnv.stagger`), so that every rollout has all parts of an episode.
         deterministic_actions: roll out the distribution's mode.
         clip_actions_to_space: clamp actions to the action space.
         action_adjoint_max_norm: row limit of the action adjoint at every step; 0 or ``None`` is off (hyper when on).
@@ -99,6 +100,7 @@ class ShacConfig:
     target_entropy: float | None = None
     normalize_entropy: bool = False
     temperature_learning_rate: float = 5e-3
+    stagger_episodes: bool = False
     deterministic_actions: bool = False
     clip_actions_to_space: bool = False
     action_adjoint_max_norm: float | None = 0.0
@@ -122,7 +124,15 @@ class ShacConfig:
             check_limit(name, getattr(self, name))
         for name in ("max_grad_norm_before_clip", ACTION_LIMIT, STATE_LIMIT):
             check_gate(name, getattr(self, name))
-        for name in ("normalize_values", "learn_temperature", "normalize_entropy", "deterministic_actions", "clip_actions_to_space", "skip_nonfinite_updates"):
+        for name in (
+            "stagger_episodes",
+            "normalize_values",
+            "learn_temperature",
+            "normalize_entropy",
+            "deterministic_actions",
+            "clip_actions_to_space",
+            "skip_nonfinite_updates",
+        ):
             require_switch(name, getattr(self, name))
         if self.target_entropy is not None:
             require_number("target_entropy", self.target_entropy)
@@ -263,6 +273,8 @@ def make_shac(
     for name, rate in (("learning_rate", learning_rate), ("critic_learning_rate", critic_learning_rate)):
         require_number(name, rate, at_least=0.0)
     _check_env(env, policy)
+    if config.stagger_episodes:
+        check_stagger(env)
     shared = check_normalizers(policy, normalizer, critic_normalizer)
     parts = minibatch_count(env.num_envs * config.horizon, num_minibatches=config.num_mini_batches, batch_size=config.batch_size)
     limits = [name for name in (ACTION_LIMIT, STATE_LIMIT) if _on(getattr(config, name))]
@@ -305,7 +317,8 @@ def make_shac(
         else:
             hyper["ent_coef"] = config.ent_coef
         adjoints = stats_metrics(adjoint_statistics(torch.zeros(1, 1, policy.action_dim), 1.0)) if probing else {}
-        state = first_state(key, env, policy, optimizer, normalizer, hyper=hyper, metrics=(*_OWN_METRICS, *adjoints), dtype=dtype)
+        names = (*_OWN_METRICS, *adjoints)
+        state = first_state(key, env, policy, optimizer, normalizer, hyper=hyper, metrics=names, dtype=dtype, stagger=config.stagger_episodes)
         groups = split(state.params)
         opt_state = {"actor": optimizer.init(groups["actor"]), "critic": critic_optimizer.init(groups["critic"])}
         extra: dict[str, PyTree] = {**state.extra, "target_critic": tree.map(torch.clone, groups["critic"])}

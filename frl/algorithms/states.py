@@ -29,6 +29,7 @@ def first_state(
     metrics: Sequence[str],
     dtype: torch.dtype,
     group_size: int = 1,
+    stagger: bool = False,
 ) -> TrainState:
     """The state before the first update.
 
@@ -40,6 +41,7 @@ def first_state(
         metrics: names of what an update reports beside the statistics of episodes; NaN until then.
         dtype: of parameters and hyper-parameters.
         group_size: so many rows in a row begin in the same state.
+        stagger: rows begin at different times of their episodes (:meth:`frl.VecEnv.stagger`).
     """
     key = key.to(env.device)
     k_params, k_env, k_run = rng.split(key, 3)
@@ -47,11 +49,12 @@ def first_state(
     window = episodes.init(dtype, env.device)
     number = lambda x: torch.as_tensor(math.inf if x is None else float(x), dtype=dtype, device=env.device)
     zero = torch.zeros((), dtype=torch.int64, device=env.device)
+    env_state = env.reset(group_keys(k_env, env.num_envs, group_size), env.default_params)
     return TrainState(
         params=params,
         opt_state=optimizer.init(params),
         norm_state=normalizer.init(device=env.device) if normalizer is not None else (),
-        env_state=env.reset(group_keys(k_env, env.num_envs, group_size), env.default_params),
+        env_state=env.stagger(env_state) if stagger else env_state,
         key=k_run,
         hyper={name: number(x) for name, x in hyper.items()},
         counters={name: zero for name in COUNTERS},

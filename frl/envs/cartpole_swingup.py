@@ -20,6 +20,8 @@ from frl.envs.scene import Line, Polygon, Scene
 from frl.numerics import clip
 from frl.types import Outcome
 
+FAR = 1000.0  # the track of a picture goes on beyond its frame, and frames of one episode share the widest limits [m]
+
 
 class CartPoleSwingUpParams(NamedTuple):
     """Physical parameters, each ``[]``."""
@@ -211,7 +213,7 @@ def _scene(env_state: CartPoleSwingUpState, env_params: CartPoleSwingUpParams) -
         xlim=(middle - reach, middle + reach),
         ylim=(-1.3 * length, 1.3 * length),
         shapes=[
-            Line([(middle - reach, 0.0), (middle + reach, 0.0)], color="tab:gray", width=1.0),
+            Line([(middle - FAR, 0.0), (middle + FAR, 0.0)], color="tab:gray", width=1.0),
             Polygon(cart, color="tab:blue"),
             Line([(x, 0.0), tip], color="tab:orange", width=5.0),
         ],

@@ -21,6 +21,7 @@ from frl.numerics import clip
 from frl.types import Outcome
 
 ALIVE, PITCH_WEIGHT, CROUCH_WEIGHT, EFFORT_WEIGHT = 2.0, 2.0, 50.0, 0.05  # relative to the squared error of the speed [s^2/m^2]
+FAR = 1000.0  # the ground of a picture goes on beyond its frame [m]
 SHORTEST = 1e-3  # of the leg [m], below which its direction is held
 
 
@@ -311,7 +312,7 @@ def _scene(env_state: PlanarHopperState, env_params: PlanarHopperParams) -> Scen
         xlim=(left, left + 4.0 * size),
         ylim=(-0.4 * size, 3.6 * size),
         shapes=[
-            Line([(left, 0.0), (left + 4.0 * size, 0.0)], color="tab:gray"),
+            Line([(left - FAR, 0.0), (left + FAR, 0.0)], color="tab:gray"),
             *marks,
             Polygon(corners, color="tab:blue"),
             Line([(x, z), foot], color="tab:orange", width=4.0),

@@ -92,6 +92,21 @@ class VecEnv:
         dtype = next((x.dtype for x in tree.floating(state)), torch.get_default_dtype())
         return VecState(env=state, key=keys, steps=zero, elapsed=zero, episode_return=torch.zeros(rows, dtype=dtype, device=keys.device))
 
+    def stagger(self, state: VecState) -> VecState:
+        """Rows at different times of their episodes: the time that each has played is drawn uniformly from ``[0, limit)``, the rest of the state stays.
+
+        The first episode of a row then ends early. Rows that begin together are also reset together for ever, so that a rollout shorter than an episode shows
+        a critic one part of it at a time.
+
+        Raises:
+            ValueError: for an environment without a time limit.
+        """
+        limit = self.env.spec.max_episode_steps
+        if limit is None:
+            raise ValueError(f"episodes of {self.env.spec.name!r} cannot be staggered: it has no time limit")
+        # Resets have the numbers 0, 1, ...
+        return state._replace(elapsed=rng.randint(rng.fold_in(state.key, -1), (), 0, limit))
+
     def observe(self, state: VecState, env_params: PyTree, *, rows: int = 0) -> PyTree:
         """Observation of every row, ``[N, ...]``."""
         return self._map(self.env.observe, rows, (state.env,), env_params)
