@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 import timing
 
 POOL, GAMMA, LEARNING_RATE, MAX_GRAD_NORM = 4, 0.99, 2.5e-4, 0.5
