@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--horizon", type=int, default=64)
     parser.add_argument("--threads", choices=("auto", "1", "2"), default="auto", help="auto: the better of 1 and 2, for each side by itself")
     parser.add_argument("--limit", type=float, default=0.1, help="adjoint limit times N")
-    parser.add_argument("--quick", action="store_true", help="5 short rounds instead of 15: a trial, not a measurement")
+    parser.add_argument("--quick", action="store_true", help="5 short rounds instead of 15, one thread: a trial, not a measurement")
     parser.add_argument("--out", help="append the JSON line to this file")
     parser.add_argument("--worker", choices=("on", "off"), help=argparse.SUPPRESS)
     parser.add_argument("--started", type=float, help=argparse.SUPPRESS)
@@ -41,7 +41,7 @@ def main() -> None:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Start the workers one after the other, let them work in turns, and put the figures together."""
     conditions = timing.conditions("torch", "frl")
-    threads = (1, 2) if args.threads == "auto" else (int(args.threads),)
+    threads = ((1,) if args.quick else (1, 2)) if args.threads == "auto" else (int(args.threads),)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="frl-clip-")))
         workers: dict[tuple[str, Any], timing.Worker] = {}

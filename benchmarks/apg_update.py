@@ -39,6 +39,7 @@ from peers import case as cases
 from peers.interpreters import SCRIPTS, interpreter, versions
 
 CLIPPED = (0.1, 0.9)  # range that the fraction of clipped rows must lie in
+SHARDED = 256  # rows from which ours uses two threads
 BETA1 = 0.9  # Adam's, default of all sides
 PEERS = ("eager", "jax", "jax_split", "brax", "embodichain", "products")
 
@@ -50,7 +51,7 @@ def main() -> None:
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
     parser.add_argument("--threads", choices=("auto", "1", "2"), default="auto", help="auto: the better of 1 and 2, for each side by itself")
     parser.add_argument("--limit", type=float, default=0.1, help="adjoint limit times N (the objective is a mean over rows, so adjoints shrink like 1/N)")
-    parser.add_argument("--quick", action="store_true", help="3 short rounds instead of 9: a trial, not a measurement")
+    parser.add_argument("--quick", action="store_true", help="3 short rounds instead of 9, fewer arrangements: a trial, not a measurement")
     parser.add_argument("--out", help="append the JSON line to this file")
     parser.add_argument("--worker", choices=("frl", "eager", "products"), help=argparse.SUPPRESS)
     parser.add_argument("--cases", nargs="*", default=[], help=argparse.SUPPRESS)
@@ -71,6 +72,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Start the workers one after the other, let them work in turns, and put the figures together."""
     conditions = timing.conditions("torch", "frl")
     threads = (1, 2) if args.threads == "auto" else (int(args.threads),)
+    if args.quick and args.threads == "auto" and args.num_envs < SHARDED:
+        threads = (1,)
     rounds = 3 if args.quick else 9
     failed: dict[str, str] = {}
     with contextlib.ExitStack() as stack:
@@ -94,7 +97,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         rates = timing.alternate(workers, rounds, failed)
         figures, chosen = timing.compare(rates, "env_steps_per_s")
         ready = {side: workers[key].ready for side, key in chosen.items()}
-        warm = start("frl", chosen["frl"][1]).ready
+        warm = {} if args.quick else start("frl", chosen["frl"][1]).ready
     checked = [workers[key].ready for key in workers if "gradient_difference" in workers[key].ready]
     return {
         "benchmark": "apg_update",
@@ -105,7 +108,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "compile_seconds": ready["frl"]["compile_seconds"],
         "seconds_to_first_update": {
             "cold": ready["frl"]["first_update"],
-            "warm": warm["first_update"],
+            **({"warm": warm["first_update"]} if warm else {}),
             **{side: facts["first_update"] for side, facts in ready.items() if side != "frl" and "first_update" in facts},
         },
         "gradient_difference": max((facts["gradient_difference"] for facts in checked), default=None),

@@ -82,13 +82,15 @@ def targets() -> list[Target]:
 
 
 TRIED = {
-    "apg_small": "",
-    "apg_large": "",
-    "cold": "",
-    "optimizer": "",
-    "clip": "",
-    "ppo": "",
-    "memory": "",
+    "apg_small": "the time loop in C++, which calls kernels and products with buffers laid out once; rows in the last dimension; several steps in one graph "
+    "(no faster, slower to compile); carry in one tensor (nothing); bias as a row of ones (slower); weight gradients in one product at the end (slower)",
+    "apg_large": "rows in shards, one thread each; rows in the last dimension; saved activations instead of recomputation; resets and noise in one block "
+    "before time starts; several steps in one graph (no faster)",
+    "cold": "one step compiled for any horizon; the C++ compiler works on one graph while the next is captured; random words as one operation",
+    "optimizer": "the whole step in one compiled graph; new parameters and moments cost memory traffic that an update in place does not have",
+    "clip": "clip and statistics inside the compiled step",
+    "ppo": "collection and each minibatch compiled; permutations from keys",
+    "memory": "recomputation from about sqrt(T) boundaries",
 }
 
 

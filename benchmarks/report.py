@@ -122,7 +122,7 @@ def main() -> None:
     print(reach.table(found, lambda target: reason(target, report)))
     say(f"written: {RESULTS.relative_to(ROOT)}/report.md, report.json, {', '.join(pictures)}")
     if args.readme:
-        into_readme(text)
+        into_readme(markdown(report, found, pictures, f"{RESULTS.relative_to(ROOT)}/"))
     if not failed:
         for part in PARTS:
             (folder / f"{part.name}.json").unlink()
@@ -251,8 +251,8 @@ def reason(target: reach.Target, report: Mapping[str, Any]) -> str:
     return next((f"{name}: {words}" for failures in told for name, words in failures.items() if name.startswith(side[:3])), "")
 
 
-def markdown(report: Mapping[str, Any], found: Mapping[str, reach.Figure], pictures: Sequence[str]) -> str:
-    """The report."""
+def markdown(report: Mapping[str, Any], found: Mapping[str, reach.Figure], pictures: Sequence[str], where: str = "") -> str:
+    """The report; ``where`` is the way to the pictures."""
     is_on, using, parts = report["machine"], report["versions"], report["parts"]
     rivals = ", ".join(f"{package} {number}" for packages in report["peer_versions"].values() for package, number in packages.items() if number)
     kind = "`python benchmarks/report.py --quick` (a trial: short rounds)" if report["quick"] else "`python benchmarks/report.py`"
@@ -263,7 +263,7 @@ def markdown(report: Mapping[str, Any], found: Mapping[str, reach.Figure], pictu
         "",
         reach.table(found, lambda target: reason(target, report)),
     ]
-    lines += [f"![{name.removesuffix('.png').replace('_', ' ')}](benchmarks/results/{name})" for name in pictures] + [""]
+    lines += [f"![{name.removesuffix('.png').replace('_', ' ')}]({where}{name})" for name in pictures] + [""]
     speeds = [(part, row) for part in ("apg_64", "apg_1024", "apg_4096") for row in parts.get(part, ())]
     if speeds:
         sides = list(dict.fromkeys(side for _, row in speeds for side in row["env_steps_per_s"]))
