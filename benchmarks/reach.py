@@ -155,20 +155,27 @@ def judge(target: Target, figure: Figure | None) -> str:
 
 
 def table(found: Mapping[str, Figure], why: Callable[[Target], str] = lambda target: "") -> str:
-    """The table in Markdown, a line for each target.
+    """The table in Markdown, a line for each target, and below it what was tried for the lines that are missed.
 
     Args:
         found: by key.
         why: for a line that was not measured, the reason.
     """
-    lines = ["| work | measured | to reach | reached | | tried |", "|---|---|---:|---:|---|---|"]
+    lines = ["| work | measured | to reach | reached | | note |", "|---|---|---:|---:|---|---|"]
+    tried: list[str] = []
     for target in targets():
         figure = found.get(target.key)
         verdict = judge(target, figure)
         reached = "" if figure is None else number(figure, target.unit)
-        note = {"missed": target.tried, "not measured": why(target)}.get(verdict, "")
+        note = why(target) if verdict == "not measured" else ""
+        if verdict == "missed" and target.tried:
+            if target.tried not in tried:
+                tried.append(target.tried)
+            note = f"tried: {tried.index(target.tried) + 1}"
         bound = f"{'at least' if target.at_least else 'at most'} {target.bound:g}{_unit(target.unit)}"
         lines.append("| " + " | ".join([target.work, target.measure, bound, reached, verdict, _cell(note)]) + " |")
+    if tried:
+        lines += ["", "What was tried for the lines that are missed:", "", *(f"{i}. {text}" for i, text in enumerate(tried, 1))]
     return "\n".join(lines) + "\n"
 
 

@@ -17,6 +17,8 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 import timing
 
+sys.path.pop()  # torchrl looks for a module named mujoco, and benchmarks has one
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
