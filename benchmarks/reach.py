@@ -81,6 +81,12 @@ def targets() -> list[Target]:
     ]
 
 
+def part_of(key: str) -> str:
+    """The part of a report that a figure comes from."""
+    name, _, side = key.partition("/")
+    return f"growth_{side}" if name == "growth" else name
+
+
 TRIED = {
     "apg_small": "the time loop in C++, which calls kernels and products with buffers laid out once; rows in the last dimension; several steps in one graph "
     "(no faster, slower to compile); carry in one tensor (nothing); bias as a row of ones (slower); weight gradients in one product at the end (slower)",

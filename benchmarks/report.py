@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="short rounds and fewer points: a trial, not a measurement")
     parser.add_argument("--only", nargs="+", choices=[part.name for part in PARTS], metavar="PART", help="run these alone; the others are taken where they are")
     parser.add_argument("--fresh", action="store_true", help="forget the parts of a report that was stopped")
-    parser.add_argument("--compare", action="store_true", help="compare with the baseline; exit status 1 when a ratio has fallen")
+    parser.add_argument("--compare", action="store_true", help="compare with the baseline (with --only, these parts); exit status 1 when a ratio has fallen")
     parser.add_argument("--tolerance", type=float, default=reach.TOLERANCE, help="relative fall that is let pass (default %(default)s)")
     parser.add_argument("--write-baseline", action="store_true", help="make this run the baseline")
     parser.add_argument("--readme", action="store_true", help="put the table into README.md")
@@ -144,7 +144,11 @@ def compare(found: Mapping[str, reach.Figure], args: argparse.Namespace) -> int:
     before = json.loads(BASELINE.read_text(encoding="utf-8"))
     if before["quick"] != args.quick:
         say(f"the baseline was made {'with' if before['quick'] else 'without'} --quick: the comparison is rough")
-    worse = reach.fallen(before["ratios"], reach.baseline(found), args.tolerance)
+    wanted = {key: ratio for key, ratio in before["ratios"].items() if not args.only or reach.part_of(key) in args.only}
+    if not wanted:
+        say("the baseline holds nothing to compare with; make it with --write-baseline")
+        return 1
+    worse = reach.fallen(wanted, reach.baseline(found), args.tolerance)
     for sentence in worse:
         print(f"fallen by more than {args.tolerance:.0%}: {sentence}")
     if not worse:
@@ -246,8 +250,7 @@ def machine() -> dict[str, Any]:
 
 def reason(target: reach.Target, report: Mapping[str, Any]) -> str:
     """Why a target has no figure."""
-    part, _, side = target.key.partition("/")
-    part = f"growth_{side}" if part == "growth" else part
+    part, side = reach.part_of(target.key), target.key.partition("/")[2]
     if part in report["failed"]:
         return report["failed"][part]
     told = [row["failed"] for row in report["parts"].get(part, ()) if "failed" in row]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import math
@@ -131,10 +132,29 @@ def test_the_baseline_of_the_repository_is_one(reach: ModuleType):
 def test_every_part_is_a_script_with_its_options(report: ModuleType):
     names = {part.name for part in report.PARTS}
     for target in report.reach.targets():
-        part, _, side = target.key.partition("/")
-        assert (f"growth_{side}" if part == "growth" else part) in names
+        assert report.reach.part_of(target.key) in names
     for part in report.PARTS:
         assert (ROOT / "benchmarks" / part.command[0]).is_file()
+
+
+def test_compare_ends_with_its_status(report: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(report, "BASELINE", tmp_path / "baseline.json")
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    found = report.reach.figures(all_rows())
+
+    def status(**options: object) -> int:
+        return report.compare(found, argparse.Namespace(**{"quick": False, "only": None, "tolerance": 0.2, **options}))
+
+    assert status() == 1  # there is none
+    ratios = report.reach.baseline(found)
+    report.write(tmp_path / "baseline.json", {"quick": False, "ratios": ratios})
+    assert status() == 0
+    report.write(tmp_path / "baseline.json", {"quick": False, "ratios": {**ratios, "ppo/sb3": 80.0}})
+    assert status() == 1
+    assert "fallen by more than 20%: ppo/sb3: 80 in the baseline, 8 now" in capsys.readouterr().out
+    assert status(only=["memory"]) == 0
+    assert status(only=["cold_start"]) == 1  # seconds have no place in it
+    assert status(tolerance=0.95) == 0
 
 
 def test_parts_of_other_sources_are_measured_again(report: ModuleType, tmp_path: Path):
