@@ -85,6 +85,7 @@ def main() -> None:
     parser.add_argument("--write-baseline", action="store_true", help="make this run the baseline")
     parser.add_argument("--readme", action="store_true", help="put the table into README.md")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the workers are ended too
     folder, sources = ROOT / "build" / "report" / ("quick" if args.quick else "full"), fingerprint()
     folder.mkdir(parents=True, exist_ok=True)
     if args.fresh:
