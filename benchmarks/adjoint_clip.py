@@ -49,7 +49,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             for side in ("on", "off"):
                 options = ["--worker", side, "--threads", n, "--num-envs", args.num_envs, "--horizon", args.horizon, "--limit", args.limit]
                 command = [__file__, *(str(x) for x in options), *(["--quick"] if args.quick else [])]
-                worker = timing.Worker(command, n, {"TORCHINDUCTOR_CACHE_DIR": str(folder)})
+                worker = timing.Worker(command, n, timing.compiler_cache(folder))
                 stack.callback(worker.close)
                 workers[side, (("threads", n),)] = worker
         rates = timing.alternate(workers, 5 if args.quick else 15)

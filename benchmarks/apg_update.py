@@ -142,7 +142,7 @@ def command(side: str, arrangement: dict[str, int], args: argparse.Namespace, ro
     if side in ("frl", "eager", "products"):
         mine = ["--cases", written[threads]] if side == "frl" else check
         options = ["--worker", side, "--threads", str(threads), *sizes, *limit, *(["--quick"] if args.quick else []), *mine]
-        return timing.Worker([__file__, *options], threads, {"TORCHINDUCTOR_CACHE_DIR": str(folder / f"inductor_{threads}")})
+        return timing.Worker([__file__, *options], threads, timing.compiler_cache(folder / f"cache_{threads}"))
     if side == "embodichain":
         options = ["--threads", str(threads), *sizes, *limit, *seconds, *check]
         return timing.Worker([str(SCRIPTS / "embodichain_apg.py"), *options], threads, {"WANDB_MODE": "disabled"}, str(interpreter("embodichain")))

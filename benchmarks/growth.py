@@ -46,7 +46,7 @@ def measure(over: str, sizes: Any, quick: bool) -> dict[str, Any]:
             rows, steps = (size, 64) if over == "rows" else (64, size)
             threads = 1 if rows < 256 else 2
             options = ["--worker", "frl", "--threads", str(threads), "--num-envs", str(rows), "--horizon", str(steps), *(["--quick"] if quick else [])]
-            worker = timing.Worker([str(SCRIPT), *options], threads, {"TORCHINDUCTOR_CACHE_DIR": folder})
+            worker = timing.Worker([str(SCRIPT), *options], threads, timing.compiler_cache(Path(folder)))
             rates = [worker.block() for _ in range(2 if quick else 5)]
             worker.close()
             rate = statistics.median(rates)

@@ -101,7 +101,7 @@ def command(side: str, how: dict[str, int], args: argparse.Namespace, folder: Pa
         options += ["--seconds", str(block_seconds(args.quick)), *(["--accelerated"] if how.get("accelerated") else [])]
         return timing.Worker([str(SCRIPTS / "torchopt_adam.py"), *options], how["threads"], python=str(interpreter("torchopt")))
     options += ["--worker", side, *(["--quick"] if args.quick else [])]
-    return timing.Worker([__file__, *options], how["threads"], {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")})
+    return timing.Worker([__file__, *options], how["threads"], timing.compiler_cache(folder / "cache"))
 
 
 def difference(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> float:

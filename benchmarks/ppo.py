@@ -122,7 +122,7 @@ def command(side: str, threads: int | None, args: argparse.Namespace, folder: Pa
     seconds = ["--seconds", str(block_seconds(args.quick))]
     if side == "frl":
         command = [__file__, "--worker", "--env", args.env, "--threads", str(threads), *options, *(["--quick"] if args.quick else [])]
-        return timing.Worker(command, threads or 1, {"TORCHINDUCTOR_CACHE_DIR": str(folder / f"inductor_{threads}")})
+        return timing.Worker(command, threads or 1, timing.compiler_cache(folder / f"cache_{threads}"))
     if side == "sb3":
         command = [str(SCRIPTS / "sb3.py"), "--env", args.env, "--threads", str(threads), *options, *seconds]
         return timing.Worker(command, threads or 1, python=str(interpreter("sb3")))

@@ -292,6 +292,12 @@ def markdown(report: Mapping[str, Any], found: Mapping[str, reach.Figure], pictu
             f"Seconds from the start of a process to its first update at N=64: {first}.",
             "",
         ]
+    for row in parts.get("cold_start", ()):
+        lines += [
+            f"`frl train {row['config']}`, whose first update is eager, has done 8 updates after {row['cold_settled_seconds']:.1f} s with an empty cache and "
+            f"after {row['warm_settled_seconds']:.1f} s with a full one; `import torch` alone takes {row['import_torch_seconds']:.1f} s.",
+            "",
+        ]
     for row in parts.get("ppo", ()):
         rates = ", ".join(f"{side} {rate / 1e3:,.0f}k" for side, rate in row["env_steps_per_s"].items())
         lines += [f"PPO on CartPole, env steps/s: {rates}.", ""]

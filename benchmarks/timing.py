@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any, TextIO
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
@@ -79,6 +80,12 @@ class Worker:
             last = next((text.strip() for text in reversed(words.splitlines()) if text.strip()), "")
             raise WorkerFailed(f"exit status {status}: {last[-300:]}")
         return json.loads(line)
+
+
+def compiler_cache(folder: Path) -> dict[str, str]:
+    """Variables of a worker whose compilers find nothing but what is left in ``folder``, which is made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return {"TORCHINDUCTOR_CACHE_DIR": str(folder), "TMPDIR": str(folder)}
 
 
 def alternate(workers: Mapping[tuple[str, Any], Worker], rounds: int, failed: dict[str, str] | None = None) -> dict[Any, list[float]]:
