@@ -62,16 +62,16 @@ class Part:
 
 PARTS = (
     Part("apg_64", ("apg_update.py", "--num-envs", "64", "--horizon", "64")),
-    Part("apg_1024", ("apg_update.py", "--num-envs", "1024", "--horizon", "64")),
-    Part("apg_4096", ("apg_update.py", "--num-envs", "4096", "--horizon", "32")),
     Part("optimizer_10k", ("optimizer.py", "--size", "10k")),
     Part("optimizer_20M", ("optimizer.py", "--size", "20M")),
+    Part("memory", ("memory.py", "--modes", "recompute", "eager", "--horizons", "1024")),
+    Part("cold_start", ("cold_start.py",)),
     Part("ppo", ("ppo.py",)),
     Part("adjoint_clip", ("adjoint_clip.py",)),
-    Part("cold_start", ("cold_start.py",)),
-    Part("memory", ("memory.py", "--modes", "recompute", "eager", "--horizons", "1024")),
-    Part("growth_rows", ("growth.py", "--over", "rows"), 2400.0),
     Part("growth_steps", ("growth.py", "--over", "steps"), 2400.0),
+    Part("apg_1024", ("apg_update.py", "--num-envs", "1024", "--horizon", "64")),
+    Part("apg_4096", ("apg_update.py", "--num-envs", "4096", "--horizon", "32")),
+    Part("growth_rows", ("growth.py", "--over", "rows"), 2400.0),
 )
 
 
