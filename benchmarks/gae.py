@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import timing
-from ppo import PEER
+from peers.interpreters import interpreter
 
 GAMMA, LAMBDA = 0.99, 0.95
 TOLERANCE = 1e-5
@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--num-envs", type=int, default=1024)
     parser.add_argument("--horizon", type=int, default=128)
     parser.add_argument("--quick", action="store_true", help="3 short rounds instead of 9: a trial, not a measurement")
-    parser.add_argument("--peer", default=str(PEER), help="Python of the environment that has stable-baselines3")
+    parser.add_argument("--peer", default=str(interpreter("sb3")), help="Python of the environment that has stable-baselines3")
     parser.add_argument("--out", help="append the JSON line to this file")
     parser.add_argument("--worker", choices=("frl", "frl_eager", "loop"), help=argparse.SUPPRESS)
     parser.add_argument("--started", type=float, help=argparse.SUPPRESS)
@@ -51,16 +51,16 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     conditions = timing.conditions("torch", "frl")
     sizes = [str(x) for x in ("--num-envs", args.num_envs, "--horizon", args.horizon)]
     with contextlib.ExitStack() as stack:
-        workers: dict[str, timing.Worker] = {}
+        workers: dict[tuple[str, Any], timing.Worker] = {}
         for side in ("frl", "frl_eager", "loop"):
-            workers[side] = timing.Worker([__file__, "--worker", side, *sizes, *(["--quick"] if args.quick else [])], 1)
-            stack.callback(workers[side].close)
+            workers[side, ()] = timing.Worker([__file__, "--worker", side, *sizes, *(["--quick"] if args.quick else [])], 1)
+            stack.callback(workers[side, ()].close)
         command = [str(Path(__file__).parent / "peers" / "sb3.py"), "--work", "gae", *sizes, "--seconds", "0.1" if args.quick else "0.3"]
-        workers["sb3"] = timing.Worker(command, 1, python=args.peer)
-        stack.callback(workers["sb3"].close)
-        rates = timing.alternate(workers, 3 if args.quick else 9)
-        cpu = {side: statistics.median(worker.cpu_rates) for side, worker in workers.items()}
-        difference = max(workers[side].ready["difference"] for side in ("frl", "frl_eager"))
+        workers["sb3", ()] = timing.Worker(command, 1, python=args.peer)
+        stack.callback(workers["sb3", ()].close)
+        rates = {side: values for (side, _), values in timing.alternate(workers, 3 if args.quick else 9).items()}
+        cpu = {side: statistics.median(worker.cpu_rates) for (side, _), worker in workers.items()}
+        difference = max(workers[side, ()].ready["difference"] for side in ("frl", "frl_eager"))
     transitions = args.num_envs * args.horizon
     medians = {side: statistics.median(values) for side, values in rates.items()}
     return {

@@ -43,6 +43,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-envs", type=int, default=1024)
     parser.add_argument("--horizons", type=int, nargs="+", default=[64, 256, 1024])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--quick", action="store_true", help="for benchmarks/report.py: changes nothing, a peak needs no repetition")
     parser.add_argument("--one-draw", action="store_true", help="draw the fresh states of all steps by one graph, as make_apg does, instead of in blocks of 16")
     parser.add_argument("--out", help="append the JSON lines to this file")
     parser.add_argument("--worker", choices=MODES, help=argparse.SUPPRESS)
@@ -51,8 +53,8 @@ def main() -> None:
         print(json.dumps(measure(args.worker, args.num_envs, args.horizons[0], args.one_draw)))
         return
     conditions = timing.conditions("torch", "frl")
-    found: dict[str, dict[int, dict[str, float]]] = {mode: {} for mode in MODES}
-    for mode in MODES:
+    found: dict[str, dict[int, dict[str, float]]] = {mode: {} for mode in args.modes}
+    for mode in args.modes:
         for horizon in sorted(args.horizons):
             row = {"benchmark": "memory", "mode": mode, "num_envs": args.num_envs, "horizon": horizon}
             if not fits(found[mode], horizon):

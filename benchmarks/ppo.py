@@ -1,12 +1,13 @@
-"""How fast is PPO, collect plus update, against stable-baselines3?
+"""How fast is PPO, collect plus update, against stable-baselines3, rejax and torchrl?
 
-Both sides: 64 rows x 128 steps, 4 epochs of 4 minibatches, separate 64-64 tanh networks for actor and critic, global-norm clip 0.5, Adam at 7.5e-4, entropy
-0.01, gamma 0.99, lambda 0.95, float32. Ours is the functional CartPole (or Pendulum), compiled; the other steps gymnasium's (:mod:`peers/sb3`), in a virtual
-environment of its own, which ``bash benchmarks/peers/setup sb3`` makes.
+All sides: 64 rows x 128 steps, 4 epochs of 4 minibatches, separate 64-64 tanh networks for actor and critic, global-norm clip 0.5, Adam at 7.5e-4, entropy
+0.01, gamma 0.99, lambda 0.95, float32. Ours is the functional CartPole (or Pendulum), compiled. The others run in virtual environments of their own, which
+``bash benchmarks/peers/setup sb3 jax torchrl`` makes: stable-baselines3 and torchrl step gymnasium's environments, rejax gymnax's, in one jitted program.
 
-Method: each side runs with 1 and with 2 threads, in a process each; blocks of about a second alternate (:mod:`timing`), and each side counts with its better
-number of threads. ``ratio`` is of wall-clock rates. On a machine that others use, ``cpu_ratio``, of steps per processor second and at one thread on both
-sides, is the steadier one. Compilation is apart, as in ``apg_update.py``. Both sides must have the same number of parameters.
+Method: each side with 1 and with 2 threads (rejax with XLA's pool), in a process each; blocks of about a second alternate (:mod:`timing`), and each side counts
+with its better arrangement. ``ratios`` are of wall-clock rates. On a machine that others use, ``cpu_ratios``, of steps per processor second and at one thread
+on both sides, are the steadier ones. Compilation is apart, as in ``apg_update.py``. All sides must have the same number of parameters. A peer that is not
+installed or fails is in ``failed``.
 
     python benchmarks/ppo.py --env cartpole
 """
@@ -25,8 +26,9 @@ from pathlib import Path
 from typing import Any
 
 import timing
+from peers.interpreters import SCRIPTS, interpreter, versions
 
-PEER = Path(__file__).resolve().parents[1] / "build" / "peers" / "sb3" / "bin" / "python"
+PEERS = ("sb3", "rejax", "torchrl")
 
 
 def main() -> None:
@@ -36,50 +38,58 @@ def main() -> None:
     parser.add_argument("--horizon", type=int, default=128)
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--minibatches", type=int, default=4)
+    parser.add_argument("--peers", nargs="*", choices=PEERS, help="all by default, for pendulum sb3 alone")
     parser.add_argument("--threads", choices=("auto", "1", "2"), default="auto", help="auto: the better of 1 and 2, for each side by itself")
-    parser.add_argument("--quick", action="store_true", help="3 short rounds instead of 9: a trial, not a measurement")
-    parser.add_argument("--peer", default=str(PEER), help="Python of the environment that has stable-baselines3")
+    parser.add_argument("--quick", action="store_true", help="3 short rounds instead of 9, one thread: a trial, not a measurement")
     parser.add_argument("--out", help="append the JSON line to this file")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--started", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        timing.serve(lambda: prepare(args), seconds=0.3 if args.quick else 1.0)
+        timing.serve(lambda: prepare(args), seconds=block_seconds(args.quick))
         return
-    if not Path(args.peer).exists():
-        parser.error(f"{args.peer} does not exist; make it with: bash benchmarks/peers/setup sb3")
+    args.peers = args.peers if args.peers is not None else list(PEERS if args.env == "cartpole" else PEERS[:1])
     timing.emit(measure(args), args.out)
+
+
+def block_seconds(quick: bool) -> float:
+    return 0.4 if quick else 1.0
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Start the workers one after the other, let them work in turns, and put the figures together."""
     conditions = timing.conditions("torch", "frl", "gymnasium")
-    threads = (1, 2) if args.threads == "auto" else (int(args.threads),)
-    sizes = ("--env", args.env, "--num-envs", args.num_envs, "--horizon", args.horizon, "--epochs", args.epochs, "--minibatches", args.minibatches)
+    threads = ((1,) if args.quick else (1, 2)) if args.threads == "auto" else (int(args.threads),)
+    failed: dict[str, str] = {}
     with contextlib.ExitStack() as stack:
-        caches = {n: stack.enter_context(tempfile.TemporaryDirectory(prefix="frl-inductor-")) for n in threads}
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="frl-ppo-")))
 
-        def start(side: str, n: int) -> timing.Worker:
-            options = [str(x) for x in (*sizes, "--threads", n)]
-            if side == "frl":
-                command, python = [__file__, "--worker", *options, *(["--quick"] if args.quick else [])], None
-            else:
-                command, python = [str(Path(__file__).parent / "peers" / "sb3.py"), *options, "--seconds", "0.3" if args.quick else "1.0"], args.peer
-            worker = timing.Worker(command, n, {"TORCHINDUCTOR_CACHE_DIR": caches[n]}, python=python)
+        def start(side: str, arrangement: tuple[tuple[str, int], ...]) -> timing.Worker:
+            worker = command(side, dict(arrangement).get("threads"), args, folder)
             stack.callback(worker.close)
             return worker
 
-        workers = {(side, n): start(side, n) for side in ("frl", "sb3") for n in threads}
-        counts = {worker.ready["parameters"] for worker in workers.values()}
-        if len(counts) != 1:
-            raise SystemExit(f"the sides have different numbers of parameters: {sorted(counts)}")
-        rates = timing.alternate(workers, 3 if args.quick else 9)
-        ours, theirs = (timing.best({key: rates[key] for key in rates if key[0] == side}) for side in ("frl", "sb3"))
-        cpu = {key: statistics.median(worker.cpu_rates) for key, worker in workers.items()}
-        warm = start(*ours).ready
-        cold, other = workers[ours].ready, workers[theirs].ready
-    medians = {key: statistics.median(values) for key, values in rates.items()}
-    least = threads[0]
+        workers: dict[tuple[str, Any], timing.Worker] = {}
+        for side in ("frl", *args.peers):
+            for arrangement in [()] if side == "rejax" else [(("threads", n),) for n in threads]:
+                try:
+                    worker = start(side, arrangement)
+                except timing.WorkerFailed as error:
+                    if side == "frl":
+                        raise
+                    failed[side] = str(error)
+                    continue
+                ours = next(iter(workers.values()), worker).ready["parameters"]
+                if worker.ready["parameters"] != ours:
+                    failed[side] = f"{worker.ready['parameters']} parameters, {ours} expected"
+                    continue
+                workers[side, arrangement] = worker
+        rates = timing.alternate(workers, 3 if args.quick else 9, failed)
+        figures, chosen = timing.compare(rates, "env_steps_per_s")
+        cpu = {key: statistics.median(workers[key].cpu_rates) for key in rates}
+        ready = {side: workers[key].ready for side, key in chosen.items()}
+        warm = {} if args.quick else start(*chosen["frl"]).ready
+    single = (("threads", threads[0]),)
     return {
         "benchmark": "ppo",
         "env": args.env,
@@ -87,26 +97,38 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "horizon": args.horizon,
         "epochs": args.epochs,
         "minibatches": args.minibatches,
-        "frl_env_steps_per_s": medians[ours],
-        "frl_spread": timing.spread(rates[ours]),
-        "frl_threads": ours[1],
-        "sb3_env_steps_per_s": medians[theirs],
-        "sb3_spread": timing.spread(rates[theirs]),
-        "sb3_threads": theirs[1],
-        "ratio": medians[ours] / medians[theirs],
-        "ratio_spread": timing.spread([a / b for a, b in zip(rates[ours], rates[theirs], strict=True)]),
-        "cpu_ratio": cpu["frl", least] / cpu["sb3", least],
-        "medians": {f"{side}_{n}_threads": median for (side, n), median in medians.items()},
-        "cpu_medians": {f"{side}_{n}_threads": median for (side, n), median in cpu.items()},
-        "parameters": counts.pop(),
-        "rounds": len(rates[ours]),
-        "compile_seconds": cold["compile_seconds"],
-        "seconds_to_first_update_cold": cold["first_update"],
-        "seconds_to_first_update_warm": warm["first_update"],
-        "sb3_seconds_to_first_update": other["first_update"],
+        **figures,
+        "cpu_ratios": {side: cpu["frl", single] / cpu[side, single] for side in chosen if side != "frl" and (side, single) in cpu},
+        "failed": failed,
+        "parameters": ready["frl"]["parameters"],
+        "compile_seconds": ready["frl"]["compile_seconds"],
+        "seconds_to_first_update": {
+            "cold": ready["frl"]["first_update"],
+            **({"warm": warm["first_update"]} if warm else {}),
+            **{side: facts["first_update"] for side, facts in ready.items() if side != "frl"},
+        },
         **conditions,
+        "peer_versions": {
+            package: versions(name).get(package) for name, package in (("sb3", "stable_baselines3"), ("jax", "rejax"), ("jax", "jax"), ("torchrl", "torchrl"))
+        },
         "loadavg_after": os.getloadavg()[0],
     }
+
+
+def command(side: str, threads: int | None, args: argparse.Namespace, folder: Path) -> timing.Worker:
+    """Start a worker."""
+    sizes = {"--num-envs": args.num_envs, "--horizon": args.horizon, "--epochs": args.epochs, "--minibatches": args.minibatches}
+    options = [str(x) for pair in sizes.items() for x in pair]
+    seconds = ["--seconds", str(block_seconds(args.quick))]
+    if side == "frl":
+        command = [__file__, "--worker", "--env", args.env, "--threads", str(threads), *options, *(["--quick"] if args.quick else [])]
+        return timing.Worker(command, threads or 1, timing.compiler_cache(folder / f"cache_{threads}"))
+    if side == "sb3":
+        command = [str(SCRIPTS / "sb3.py"), "--env", args.env, "--threads", str(threads), *options, *seconds]
+        return timing.Worker(command, threads or 1, python=str(interpreter("sb3")))
+    if side == "torchrl":
+        return timing.Worker([str(SCRIPTS / "torchrl_ppo.py"), "--threads", str(threads), *options, *seconds], threads or 1, python=str(interpreter("torchrl")))
+    return timing.Worker([str(SCRIPTS / "rejax_ppo.py"), *options, *seconds], os.cpu_count() or 1, python=str(interpreter("jax")))
 
 
 def prepare(args: argparse.Namespace) -> tuple[Callable[[], Any], int, dict[str, Any]]:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 import timing
 
 ENVIRONMENTS = {"cartpole": "CartPole-v1", "pendulum": "Pendulum-v1"}
