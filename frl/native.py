@@ -300,7 +300,8 @@ extern "C" int frl_loop(int64_t length, int shards, const Table* tables) {
     try { run(length, tables[0]); } catch (const std::exception&) { failed = 1; }
     return failed;
   }
-  #pragma omp parallel for num_threads(shards) schedule(static, 1) reduction(|:failed)
+  const int team = shards < omp_get_max_threads() ? shards : omp_get_max_threads();
+  #pragma omp parallel for num_threads(team) schedule(dynamic, 1) reduction(|:failed)
   for (int s = 0; s < shards; ++s) {
     const int before = MKL_Set_Num_Threads_Local ? MKL_Set_Num_Threads_Local(1) : 0;
     try { run(length, tables[s]); } catch (const std::exception&) { failed |= 1; }
@@ -526,12 +527,12 @@ def _round(n: int) -> int:
 class _Memory:
     """A block that goes back to its pool when nobody holds it any more: fresh pages cost as much as the work that is done in them."""
 
-    def __init__(self, pool: dict[int, list[Tensor]], nbytes: int) -> None:
-        self._pool = pool.setdefault(nbytes, [])
+    def __init__(self, pool: dict[int, list[Tensor]], nbytes: int, shards: int) -> None:
+        self._pool, self._kept = pool.setdefault(nbytes, []), max(2, shards)
         self.block = self._pool.pop() if self._pool else torch.empty(max(nbytes, 1), dtype=torch.uint8)
 
     def __del__(self) -> None:
-        if len(self._pool) < 2:
+        if len(self._pool) < self._kept:
             self._pool.append(self.block)
 
 
@@ -755,8 +756,12 @@ class Loop:
 
     def once(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Results of a single run of a program without carry and xs."""
-        results = [torch.empty(y.shape, dtype=y.dtype) for y in self.ys]
-        self.forward([(inputs, (), ())], [results], 1)
+        return [x[0] for x in self.members([inputs])]
+
+    def members(self, inputs: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """Results ``[P, ...]`` of single runs of a program without carry and xs, one for each of P lists of inputs."""
+        results = [torch.empty((len(inputs), *y.shape), dtype=y.dtype) for y in self.ys]
+        self.forward([(row, (), ()) for row in inputs], list(zip(*(x.unbind(0) for x in results), strict=True)) or [() for _ in inputs], 1)
         return results
 
     # -- running -----------------------------------------------------------------------------------------------------------------------------------
@@ -795,7 +800,7 @@ class Loop:
             step[index], ring[index] = stride, slots
         result = Pass(length, [], [shards], [], step, ring, [])
         for number, (params, carry, xs) in enumerate(shards):
-            memory = _Memory(self._pool, nbytes)
+            memory = _Memory(self._pool, nbytes, len(shards))
             origin = memory.block.data_ptr()
             base = [0] * n
             for index, (offset, _, _) in places.items():
@@ -857,7 +862,7 @@ class Loop:
             step[index], ring[index] = stride, slots
         tables, memories = [], []
         for number, (cts, packs) in enumerate(zip(ct_carry, ct_packs, strict=True)):
-            memory = _Memory(self._pool, nbytes)
+            memory = _Memory(self._pool, nbytes, len(ct_carry))
             memories.append(memory)
             origin = memory.block.data_ptr()
             base = [origin + places[i][0] if i in places else 0 for i in range(n)]

@@ -28,7 +28,7 @@ LAYERS = (
     ("networks", "distributions", "observations"),
     ("envs", "policies", "policy_registry", "heads", "critic_policies", "normalizers"),
     ("losses", "returns", "advantages", "gradients", "rollout", "optim"),
-    ("algorithms", "population"),
+    ("algorithms", "members"),
     ("atomic", "train", "warm_up", "phases", "callbacks", "evaluate", "checkpoint", "history", "logs", "plots", "episode", "render", "export"),
     ("run_values", "run_schema", "run_file", "run_problems", "run_conflicts", "overrides", "config"),
     ("build", "run_directory", "provenance", "records"),

@@ -144,7 +144,8 @@ def apg_gradient(
         on_forward: sees ``loss, objective, entropy`` and the trajectory when they are known and the gradient is not.
 
     Returns:
-        ``(grads, aux)``: aux has ``loss``, ``objective``, ``entropy`` (0-d), ``env_state``, ``trajectory`` (detached) and ``adjoint`` (``()`` without a probe).
+        ``(grads, aux)``: aux has ``loss``, ``objective``, ``entropy`` (0-d), ``env_state``, ``trajectory`` (constants of this gradient) and ``adjoint``
+        (``()`` without a probe).
     """
     extra = dict(unroll_kwargs or {})
     probing = not (isinstance(probe, tuple) and probe == ())
@@ -155,12 +156,13 @@ def apg_gradient(
             extra["probe"] = probe
         env_state, trajectory = unroll(params, norm_state, rollout.env_state, rollout.env_params, rollout.noise, **extra)
         terms = apg_loss(trajectory, gamma, ent_coef, complete=complete, objective_scale=rollout.objective_scale)
-        values = (tree.detach(terms), tree.detach(env_state), tree.detach(trajectory))
-        if any(compiler.is_transformed(x) for x in tree.leaves(values)):
-            return terms.loss, values
-        # Plain values need not pass through the transform, which would wrap and unwrap every one of them.
-        found[:] = [tree.map(compiler.plain, values)]
-        if on_forward is not None:
+        values = (terms, env_state, trajectory)
+        if compiler.is_tracing():
+            return terms.loss, tree.detach(values)
+        # Constants of this gradient, but not of one that the whole update is differentiated by. They need not pass through the transform, which would wrap and
+        # unwrap every one of them.
+        found[:] = [tree.map(compiler.cut, values)]
+        if on_forward is not None and not any(compiler.is_transformed(x) for x in tree.leaves(found)):
             on_forward(found[0][0]._asdict(), found[0][2])
         return terms.loss, ()
 
