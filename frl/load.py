@@ -24,7 +24,7 @@ from frl.envs.host import HostEnv
 from frl.envs.registry import build_learning_env
 from frl.envs.vector import VecEnv
 from frl.resume import SavedRun
-from frl.run_directory import MANIFEST
+from frl.run_directory import MANIFEST, POPULATION
 from frl.runtime import LoadedRun, key_path, observation_entries
 
 CHECKPOINT_SUFFIX = ".safetensors"
@@ -120,7 +120,7 @@ def _build_another(config: RunConfig, name: str | None, env_cfg: dict[str, Any],
 
 
 def newest_run(path: str | Path) -> Path:
-    """``path`` itself if it is a run directory, else the newest run directory in it.
+    """``path`` itself if it is a run directory, the best member of a population's, else the newest run directory in it.
 
     Raises:
         FileNotFoundError: there is none.
@@ -128,11 +128,13 @@ def newest_run(path: str | Path) -> Path:
     path = Path(path)
     if (path / MANIFEST).is_file() or path.suffix == CHECKPOINT_SUFFIX:
         return path
-    found = sorted(path.glob(f"*/{MANIFEST}"), key=lambda file: file.stat().st_mtime)
+    if (path / POPULATION).is_file():
+        return path / json.loads((path / POPULATION).read_text(encoding="utf-8"))["members"][0]["directory"]
+    found = sorted((*path.glob(f"*/{MANIFEST}"), *path.glob(f"*/{POPULATION}")), key=lambda file: file.stat().st_mtime)
     if not found:
         what = "does not exist" if not path.exists() else "is not a run directory and holds none"
         raise FileNotFoundError(f"{path} {what} (a run directory has a {MANIFEST})")
-    return found[-1].parent
+    return found[-1].parent if found[-1].name == MANIFEST else newest_run(found[-1].parent)
 
 
 def _find(path: Path, checkpoint: str | Path) -> tuple[SavedRun, Path]:

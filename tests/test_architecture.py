@@ -33,7 +33,7 @@ LAYERS = (
     ("run_values", "run_schema", "run_file", "run_problems", "run_conflicts", "overrides", "config"),
     ("build", "run_directory", "provenance", "records"),
     ("saving", "fingerprint", "resume", "runtime", "load"),
-    ("interrupts", "profiling", "run"),
+    ("interrupts", "profiling", "population_run", "run"),
     ("commands",),
     ("cli",),
     ("__init__", "__main__"),
