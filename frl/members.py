@@ -58,14 +58,14 @@ def population(algorithm: Algorithm, size: int, *, chunk: int | None = None) -> 
     def collect(state: TrainState) -> tuple[TrainState, Any]:
         """Rollouts of all members."""
         _check_size(state, size)
-        return _map_members(algorithm.collect, _clock(state), state)
+        return _map_members(algorithm.collect, state)
 
     def update(state: TrainState, rollout: Any) -> TrainState:
         """One update of every member on its own rollout."""
         _check_size(state, size)
         fields = _plain(rollout)
         parts = [tree.index((state, fields), slice(i, i + step)) for i in range(0, size, step)] if step < size else [(state, fields)]
-        done = [_map_members(algorithm.update, _clock(part[0]), *part) for part in parts]
+        done = [_map_members(algorithm.update, *part) for part in parts]
         return done[0] if len(done) == 1 else tree.map(lambda *x: torch.cat(x), *done)
 
     return Algorithm(init=init, collect=collect, update=update)
@@ -155,42 +155,42 @@ def _check_size(state: TrainState, size: int) -> None:
         raise ValueError(f"the state is not one of {size} members: its key has shape {list(state.key.shape)}, expected [{size}, 2]")
 
 
-def _clock(state: TrainState) -> Tensor | tuple:
-    """How many rollouts there have been: the same for all members, and what the schedule of a rollout reads on the host."""
-    return state.counters["rollouts"][0] if "rollouts" in state.counters else ()
+def _clocks(state: TrainState) -> dict[str, Tensor]:
+    """Counters that an algorithm may read on the host: what is scheduled by rollouts or updates. They are those of the first member for all."""
+    return {name: state.counters[name][0] for name in ("rollouts", "updates") if name in state.counters}
 
 
-def _map_members(fn: Callable, clock: Tensor | tuple, state: TrainState, *rest: PyTree) -> Any:
-    """``fn(state, *rest)`` for each member."""
+def _map_members(fn: Callable, state: TrainState, *rest: PyTree) -> Any:
+    """``fn(state, *rest)`` for each member; the result is a state, or a state and a rollout."""
+    clocks = _clocks(state)
     leaves, structure = tree.flatten((state, *rest))
     out: list[Any] = []
 
     def flat(*values: Tensor) -> tuple[Tensor, ...]:
         state, *rest = tree.unflatten(structure, values)
-        if isinstance(clock, Tensor):
-            state = state._replace(counters={**state.counters, "rollouts": clock})
-        marked, kinds = _mark(fn(state, *rest))
-        results, made = tree.flatten(marked)
-        out[:] = [made, kinds]
+        result = fn(state._replace(counters={**state.counters, **clocks}), *rest)
+        new, *rollout = result if not isinstance(result, TrainState) else (result,)
+        own = {name: state.counters[name] + (new.counters[name] - clock) for name, clock in clocks.items()}
+        new = new._replace(counters={**new.counters, **own})
+        kept = [_plain(x) for x in rollout]
+        results, made = tree.flatten((new, *kept))
+        out[:] = [made, [tuple(x.batch_size) if hasattr(x, "batch_size") else None for x in rollout]]
         return tuple(results)
 
     values = torch.func.vmap(flat)(*leaves)
-    return _unmark(tree.unflatten(out[0], values), out[1], state.key.shape[0])
+    new, *rollout = tree.unflatten(out[0], values)
+    if not rollout:
+        return new
+    return new, _recorded(rollout[0], out[1][0], state.key.shape[0])
 
 
-def _mark(result: Any) -> tuple[Any, Any]:
-    """A result with its TensorDict as a dict, and the batch size of it."""
-    if isinstance(result, tuple) and len(result) == 2 and hasattr(result[1], "batch_size"):
-        return (result[0], _plain(result[1])), tuple(result[1].batch_size)
-    return result, ()
-
-
-def _unmark(result: Any, batch_size: tuple[int, ...], size: int) -> Any:
-    if not batch_size:
-        return result
+def _recorded(rollout: Any, batch_size: tuple[int, ...] | None, size: int) -> Any:
+    """A rollout that was a TensorDict as one, with members first."""
+    if batch_size is None:
+        return rollout
     from tensordict import TensorDict
 
-    return result[0], TensorDict(result[1], batch_size=(size, *batch_size))
+    return TensorDict(rollout, batch_size=(size, *batch_size))
 
 
 def _plain(rollout: Any) -> Any:

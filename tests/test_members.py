@@ -28,6 +28,7 @@ from frl.normalizers import running_normalizer
 from frl.optim import adam
 from frl.policies import build_policy
 from frl.types import Algorithm, TrainState
+from frl.warm_up import eager_first_update
 from tests.strategies import assert_trees_close
 
 NETWORK = {"type": "mlp", "network_cfg": {"hidden_sizes": [8], "activation": "tanh", "orthogonal_init": [1.0, 0.1]}}
@@ -149,6 +150,20 @@ def test_a_scheduled_rollout_is_that_of_the_solo_run():
     assert state.counters["rollouts"].tolist() == [2, 2]
     assert state.counters["env_steps"].tolist() == [2 * (2 + 3)] * 2
     assert_close(frl.select_members(state, 1), advance(one, frl.select_members(start, 1), 2), 1e-5)
+
+
+def test_what_an_algorithm_reads_of_its_counters_is_there_to_read():
+    one, called = build("apg"), []
+
+    def warm(kind: str) -> Algorithm:
+        return one._replace(update=lambda state, rollout: called.append(kind) or one.update(state, rollout))
+
+    many = frl.population(eager_first_update(warm("compiled"), warm("eager")), 2)
+    state = advance(many, many.init(rng.key(3)), 2)
+    assert called == ["eager", "compiled"]
+    assert state.counters["updates"].tolist() == [2, 2]
+    older = advance(many, state._replace(counters={**state.counters, "updates": torch.tensor([5, 9])}))
+    assert older.counters["updates"].tolist() == [6, 10]
 
 
 # ---- members do not see each other ----

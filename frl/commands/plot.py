@@ -31,9 +31,7 @@ def add(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument("--x", choices=tuple(X_LABELS), default="steps", help="horizontal axis (default: steps)")
     parser.add_argument("--band", choices=("std", "ci", "range", "none"), default="std", help="band over the runs of an experiment (default: std)")
     parser.add_argument("--title", default=None, help="title of the picture (default: the experiment, if it is one)")
-    parser.add_argument(
-        "--output", metavar="FILE", help=".png or .svg; both without a suffix (default: learning_curves in the run directory, or here)"
-    )
+    parser.add_argument("--output", metavar="FILE", help=".png or .svg; both without a suffix (default: learning_curves in the run directory, or here)")
     return parser
 
 
