@@ -490,14 +490,15 @@ class Kernel:
 
     def infer_members(self, members: Sequence[list[Tensor]]) -> Sequence[Tensor]:
         """Outputs ``[P, ...]`` of P lists of contiguous inputs, side by side on one thread each where the function is a native loop."""
-        if not members:
-            raise ValueError("no members")
-        counts = (len(self.examples), 0, 0, self._n_out)
+        return self.prepare_members()(members)
+
+    def prepare_members(self) -> Callable[[Sequence[list[Tensor]]], Sequence[Tensor]]:
+        """What ``infer_members`` calls; the C++ compiler may still be at work on it."""
         if self._beside is None:
-            side_by_side = torch.get_num_threads() > 1
+            side_by_side, counts = torch.get_num_threads() > 1, (len(self.examples), 0, 0, self._n_out)
             loop = self.loop(counts, differentiable=False, shards=2) if side_by_side else getattr(self.prepare(), "__self__", None)
             self._beside = loop.members if isinstance(loop, native.Loop) else self._one_by_one
-        return self._beside(members)
+        return self._beside
 
     def _one_by_one(self, members: Sequence[list[Tensor]]) -> Sequence[Tensor]:
         return [torch.stack(column) for column in zip(*map(self.infer, members), strict=True)]
@@ -756,6 +757,8 @@ def jit(fn: Callable, *, mode: str = "inductor") -> Callable:
         found = find(leaves, structure, tensors)
         if found is not None and not any(map(is_transformed, tensors)):
             found[0].kernel.prepare()
+        elif found is not None and found[0].by_members:
+            found[0].kernel.prepare_members()
 
     call.eager = fn  # type: ignore[attr-defined]
     call.prepare = prepare  # type: ignore[attr-defined]
@@ -770,6 +773,7 @@ class _Compiled:
     def __init__(self, flat: Callable[[list[Tensor]], Sequence[Tensor]], examples: list[Tensor], mode: str) -> None:
         self.flat, self.mode = flat, mode
         self.kernel = Kernel(flat, examples, [False] * len(examples), mode)
+        self.by_members = mode == "inductor" and all(x.device.type == "cpu" for x in examples)  # under vmap
         self._mapped: dict[tuple, Callable[[Sequence[Tensor]], Sequence[Tensor]]] = {}
 
     def __call__(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -779,7 +783,7 @@ class _Compiled:
         """The function mapped over a leading dimension of the inputs whose entry of ``in_dims`` is 0; results have it first."""
         if (in_dims, size) not in self._mapped:
             examples = self.kernel.examples
-            if self.mode == "inductor" and all(x.device.type == "cpu" for x in examples):
+            if self.by_members:
                 self._mapped[in_dims, size] = _Members(self, in_dims, size)
             else:
                 flat, n_out = self.flat, len(self.kernel.out_needs)

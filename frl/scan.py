@@ -8,8 +8,8 @@ Memory: ``"save"`` keeps what the backward of each step needs, O(T). ``"recomput
 forward again before going back through it, O(sqrt(T)) beside the O(T) of ``xs`` and ``ys``, with the same two
 compiled callables.
 
-Transforms: ``grad``, ``vjp`` (its pullback any number of times), ``jacrev``, ``vmap`` (the mapped step is compiled) and their nestings; a second
-derivative falls back to an eager loop; forward mode is refused. Under ``torch.compile`` the loop is an ordinary Python loop that the tracer unrolls.
+Transforms: ``grad``, ``vjp`` (its pullback any number of times), ``jacrev``, ``vmap`` and their nestings; a second derivative falls back to an eager loop;
+forward mode is refused. Under ``vmap`` a native loop runs once for each member, a thread each; where there is none, the mapped step is compiled. Under ``torch.compile`` the loop is an ordinary Python loop that the tracer unrolls.
 """
 
 from __future__ import annotations

@@ -162,7 +162,7 @@ def apg_gradient(
         # Constants of this gradient, but not of one that the whole update is differentiated by. They need not pass through the transform, which would wrap and
         # unwrap every one of them.
         found[:] = [tree.map(compiler.cut, values)]
-        if on_forward is not None and not any(compiler.is_transformed(x) for x in tree.leaves(found)):
+        if on_forward is not None and not any(compiler.is_tracked(x) for x in tree.leaves(found)):
             on_forward(found[0][0]._asdict(), found[0][2])
         return terms.loss, ()
 
