@@ -9,7 +9,8 @@ forward again before going back through it, O(sqrt(T)) beside the O(T) of ``xs``
 compiled callables.
 
 Transforms: ``grad``, ``vjp`` (its pullback any number of times), ``jacrev``, ``vmap`` and their nestings; a second derivative falls back to an eager loop;
-forward mode is refused. Under ``vmap`` a native loop runs once for each member, a thread each; where there is none, the mapped step is compiled. Under ``torch.compile`` the loop is an ordinary Python loop that the tracer unrolls.
+forward mode is refused. Under ``vmap`` a native loop runs once for each member, a thread each; where there is none, the mapped step is compiled. Under
+``torch.compile`` the loop is an ordinary Python loop that the tracer unrolls.
 """
 
 from __future__ import annotations
