@@ -536,7 +536,7 @@ def test_unknown_keys(override: str, expected: str) -> None:
     ("override", "expected"),
     [
         ("population={size: 0}", "population.size"),
-        ("population=3", "population: expected"),
+        ("population=3", "population: got 3, expected a mapping with the keys size, seeds, hyper, chunk"),
         ("population={size: 3, seeds: [1, 2]}", "population.seeds: expected 3 seeds, one for each member, got 2"),
         ("population={size: 2, seeds: [1, 1]}", "different seeds"),
         ("population={size: 3, hyper: {gamma: [0.9, 0.99]}}", "population.hyper.gamma: 3 members are no multiple of 2 values"),
