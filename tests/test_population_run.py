@@ -104,7 +104,8 @@ def test_members_are_runs_for_whatever_reads_a_run(trained, capsys):
     assert f"{best['member']:02d}, tiny_" in capsys.readouterr().out
     assert main(["plot", str(directory)]) == 0
     assert (directory / "learning_curves.png").is_file()
-    with load_run(directory / best["directory"], checkpoint="best") as loaded:
+    with load_run(directory, checkpoint="best") as loaded:
+        assert loaded.path == directory / best["directory"]
         assert loaded.global_step == best["best_global_step"]
 
 
