@@ -766,16 +766,17 @@ class Loop:
 
     # -- running -----------------------------------------------------------------------------------------------------------------------------------
 
-    def _launch(self, which: int, length: int, tables: Sequence[tuple[list[int], list[int], list[int], list[int]]]) -> None:
+    def _launch(self, which: int, length: int, step: list[int], ring: list[int], shards: Sequence[tuple[list[int], list[int]]]) -> None:
+        """Run a loop; ``shards`` are the bases and starts of each."""
         if which not in self._calls:
             self._calls[which] = self._builds[which].load()
-        held, rows = [], (_Table * len(tables))()
-        for row, (base, step, ring, start) in zip(rows, tables, strict=True):
-            arrays = (_pointers(base), _integers(step), _integers(ring), _pointers(start))
-            held.append(arrays)
-            for name, array in zip(("base", "step", "ring", "start"), arrays, strict=True):
-                setattr(row, name, ctypes.cast(array, ctypes.c_void_p))
-        if self._calls[which](ctypes.c_int64(length), len(tables), ctypes.byref(rows)):
+        steps, rings, held = _integers(step), _integers(ring), []
+        rows = (_Table * len(shards))()
+        for row, (base, start) in zip(rows, shards, strict=True):
+            bases, starts = _pointers(base), _pointers(start)
+            held.append((bases, starts))
+            row.base, row.step, row.ring, row.start = (ctypes.addressof(array) for array in (bases, steps, rings, starts))
+        if self._calls[which](ctypes.c_int64(length), len(shards), ctypes.byref(rows)):
             raise RuntimeError("a step divided an integer by zero")
 
     def forward(
@@ -822,7 +823,7 @@ class Loop:
             result.memory.append(memory)
             result.base.append(base)
             result.start.append([x.data_ptr() for x in carry])
-        self._launch(0, length, [(b, step, ring, s) for b, s in zip(result.base, result.start, strict=True)])
+        self._launch(0, length, step, ring, list(zip(result.base, result.start, strict=True)))
         last = []
         for memory in result.memory:
             last.append([self._read(memory, places, x, length - 1) for x in self.carry])
@@ -878,8 +879,8 @@ class Loop:
             for storage, x in zip([i for i in self.x_grads if i is not None], x_grads[number], strict=True):
                 base[storage], step[storage] = x.data_ptr(), x.stride(0) * x.element_size() if length > 1 else 0
             start = [*done.start[number], *(x.data_ptr() for x in cts)]
-            tables.append(([*done.base[number], *base], [*done.step, *step], [*done.ring, *ring], start))
-        self._launch(1, length, tables)
+            tables.append(([*done.base[number], *base], start))
+        self._launch(1, length, [*done.step, *step], [*done.ring, *ring], tables)
         return [
             [
                 torch.zeros(self.carry[k].shape, dtype=self.carry[k].dtype) if x is None else self._read(memory, places, x, 0)
