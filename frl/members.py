@@ -35,13 +35,6 @@ def population(algorithm: Algorithm, size: int, *, chunk: int | None = None) -> 
 
     Raises:
         ValueError: for a size or chunk that is not a positive integer.
-
-    Example:
-        >>> import frl  # doctest: +SKIP
-        >>> many = frl.population(frl.make_apg(env, policy, optimizer), 32)  # doctest: +SKIP
-        >>> state = frl.with_hyper(many.init(frl.rng.key(0)), {"optimizer.learning_rate": rates})  # doctest: +SKIP
-        >>> state, rollout = many.collect(state)  # doctest: +SKIP
-        >>> state = many.update(state, rollout)  # doctest: +SKIP
     """
     for name, value in (("size", size), *([("chunk", chunk)] if chunk is not None else [])):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
