@@ -110,6 +110,7 @@ _ROOMS: dict[str, tuple[str, ...]] = {
         "register_policy",
         "resolve_policy_obs_groups",
     ),
+    "frl.members": ("copy_members", "perturb_hyper", "population", "select_members", "with_hyper"),
     "frl.plots": ("Curve", "plot_curves"),
     "frl.records": ("RunRecord", "find_runs", "read_run"),
     "frl.episode": ("Episode", "play_episode"),

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import _functorch as functorch  # pyright: ignore[reportAttributeAccessIssue]
+from torch.autograd import Function
 
 from frl import native, tree
 from frl.one_operation import as_one_operation
@@ -90,6 +91,33 @@ def is_tracked(x: Tensor) -> bool:
             return True
         x = functorch.get_unwrapped(x)
     return x.requires_grad and torch.is_grad_enabled()
+
+
+def gradient_level(xs: Sequence[Tensor]) -> int:
+    """Level of the innermost ``grad`` or ``vjp`` that any of ``xs`` is differentiated by; 0 for autograd's own, or none."""
+    level = 0
+    for x in xs:
+        while functorch.is_functorch_wrapped_tensor(x):
+            if functorch.is_gradtrackingtensor(x) and x.requires_grad:
+                level = max(level, functorch.maybe_get_level(x))
+                break
+            x = functorch.get_unwrapped(x)
+    return level
+
+
+def cut(x: Tensor) -> Tensor:
+    """``x`` as a constant of the innermost active gradient and as it was for those outside: ``detach`` in an update that is itself differentiated."""
+    grads = [] if is_tracing() else [level.level() for level in functorch.get_interpreter_stack() or () if level.key() == functorch.TransformType.Grad]
+    return _cut(x, max(grads)) if grads else x.detach()
+
+
+def _cut(x: Tensor, level: int) -> Tensor:
+    if not functorch.is_functorch_wrapped_tensor(x) or functorch.maybe_get_level(x) < level:
+        return x
+    inner = functorch.get_unwrapped(x)
+    if functorch.is_gradtrackingtensor(x):
+        return inner
+    return functorch._add_batch_dim(_cut(inner, level), functorch.maybe_get_bdim(x), functorch.maybe_get_level(x))
 
 
 def closes_over_history(fn: Callable, depth: int = 4) -> bool:
@@ -404,6 +432,7 @@ class Kernel:
         self._forward: Callable[[list], Sequence] | None = None
         self._backward: Any = None
         self._infer: Callable[[list], Sequence] | None = None
+        self._beside: Callable[[Sequence[list[Tensor]]], Sequence[Tensor]] | None = None
         self._dynamo: Callable | None = None
         self._generated: dict[str, Any] = {}
         self._backward_graph: Any = None
@@ -414,9 +443,13 @@ class Kernel:
     # -- inference -----------------------------------------------------------------------------------------------------------------------------
     def infer(self, inputs: list[Tensor]) -> Sequence[Tensor]:
         """Outputs alone, without a graph."""
+        return self.prepare()(inputs)
+
+    def prepare(self) -> Callable[[list], Sequence]:
+        """What ``infer`` calls; the C++ compiler may still be at work on it."""
         if self._infer is None:
             self._infer = self._make_infer()
-        return self._infer(inputs)
+        return self._infer
 
     def _make_infer(self) -> Callable[[list], Sequence]:
         if self.mode == "eager" or _broken:
@@ -454,6 +487,17 @@ class Kernel:
         """Random words and the like are one operation in graphs for Inductor on a CPU."""
         on = self.mode == "inductor" and all(x.device.type == "cpu" for x in self.examples)
         return as_one_operation(on)
+
+    def infer_members(self, members: Sequence[list[Tensor]]) -> Sequence[Tensor]:
+        """Outputs ``[P, ...]`` of P lists of contiguous inputs, side by side on one thread each where the function is a native loop."""
+        if self._beside is None:
+            side_by_side, counts = torch.get_num_threads() > 1, (len(self.examples), 0, 0, self._n_out)
+            loop = self.loop(counts, differentiable=False, shards=2) if side_by_side else getattr(self.prepare(), "__self__", None)
+            self._beside = loop.members if isinstance(loop, native.Loop) else self._one_by_one
+        return self._beside(members)
+
+    def _one_by_one(self, members: Sequence[list[Tensor]]) -> Sequence[Tensor]:
+        return [torch.stack(column) for column in zip(*map(self.infer, members), strict=True)]
 
     # -- a native loop -------------------------------------------------------------------------------------------------------------------------
     def loop(self, counts: tuple[int, int, int, int], *, differentiable: bool, shards: int) -> native.Loop | None:
@@ -669,9 +713,9 @@ def captured_ahead(first: Callable[[Any], tuple[Any, Any]], second: Callable[[An
 def jit(fn: Callable, *, mode: str = "inductor") -> Callable:
     """Compile a pure function of pytrees of tensors; other leaves are static.
 
-    The compiled function is called when no argument is under a ``torch.func`` transform or recorded by autograd; otherwise ``fn`` itself runs, so a
-    jitted function can be differentiated and mapped like the original. One graph for each combination of tree structure, shapes, dtypes, devices and
-    static leaves.
+    The compiled function is called when no gradient or tangent may be asked for an argument; otherwise ``fn`` itself runs, so a jitted function can be
+    differentiated like the original. Under ``vmap`` the mapped function is compiled; on a CPU the code compiled for one member runs for each. One graph
+    for each combination of tree structure, shapes, dtypes, devices and static leaves.
 
     Args:
         fn: pure function; positional arguments and result are pytrees.
@@ -681,34 +725,129 @@ def jit(fn: Callable, *, mode: str = "inductor") -> Callable:
         A function of the same signature, with the original as ``.eager``.
     """
     check_mode(mode)
-    cache: dict[Any, tuple[Kernel, list]] = {}
+    cache: dict[Any, tuple[_Compiled, list]] = {}
 
     def call(*args: Any) -> Any:
         leaves, structure = tree.flatten(args)
         tensors = [x for x in leaves if isinstance(x, Tensor)]
-        if mode == "eager" or is_tracing() or any(is_transformed(x) for x in tensors):
+        transformed = any(map(is_transformed, tensors))
+        if mode == "eager" or is_tracing() or (transformed and (mode == "dynamo" or any(map(is_tracked, tensors)))):
             return fn(*args)
         key = (structure, _signature(leaves))
         if key not in cache and closes_over_history(fn):
             return fn(*args)  # a compiled call would lose what it closes over
         if key not in cache:
             out_structure: list = []
+            static = [None if isinstance(x, Tensor) else x for x in leaves]
 
             def flat(inputs: list[Tensor]) -> list[Tensor]:
                 values = iter(inputs)
-                result = fn(*tree.unflatten(structure, [next(values) if isinstance(x, Tensor) else x for x in leaves]))
+                result = fn(*tree.unflatten(structure, [next(values) if x is None else x for x in static]))
                 out_leaves, out = tree.flatten(result)
                 out_structure[:] = [out]
                 return out_leaves
 
             flat.__name__ = getattr(fn, "__name__", "fn")
-            cache[key] = (Kernel(flat, tensors, [False] * len(tensors), mode), out_structure)
-        kernel, out_structure = cache[key]
-        with below_transforms():
-            values = kernel.infer([plain(x).contiguous() for x in tensors])
+            with below_transforms():
+                examples = [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in tensors]
+                cache[key] = (_Compiled(flat, examples, mode), out_structure)
+        compiled, out_structure = cache[key]
+        if transformed:
+            values = _Call.apply(compiled, *tensors)
+        else:
+            with below_transforms():
+                values = compiled([plain(x) for x in tensors])
         return tree.unflatten(out_structure[0], values)
 
     call.eager = fn  # type: ignore[attr-defined]
     call.__name__ = getattr(fn, "__name__", "fn")
     call.__doc__ = fn.__doc__
     return call
+
+
+class _Compiled:
+    """A function of a flat list of tensors with its kernel, and what it is under ``vmap``."""
+
+    def __init__(self, flat: Callable[[list[Tensor]], Sequence[Tensor]], examples: list[Tensor], mode: str) -> None:
+        self.flat, self.mode = flat, mode
+        self.kernel = Kernel(flat, examples, [False] * len(examples), mode)
+        self.by_members = mode == "inductor" and all(x.device.type == "cpu" for x in examples)  # under vmap
+        self._mapped: dict[tuple, Callable[[Sequence[Tensor]], Sequence[Tensor]]] = {}
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return self.kernel.infer([x.contiguous() for x in tensors])
+
+    def mapped(self, in_dims: tuple[int | None, ...], size: int) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
+        """The function mapped over a leading dimension of the inputs whose entry of ``in_dims`` is 0; results have it first."""
+        if (in_dims, size) not in self._mapped:
+            examples = self.kernel.examples
+            if self.by_members:
+                self._mapped[in_dims, size] = _Members(self, in_dims, size)
+            else:
+                flat, n_out = self.flat, len(self.kernel.out_needs)
+
+                def vmapped(inputs: list[Tensor]) -> list[Tensor]:
+                    def one(*x: Any) -> tuple:
+                        return tuple(flat(list(x)))
+
+                    return list(torch.func.vmap(one, in_dims=in_dims, out_dims=(0,) * n_out)(*inputs))
+
+                vmapped.__name__ = getattr(flat, "__name__", "fn")
+                with below_transforms():
+                    given = [x if d is None else x.expand(size, *x.shape) for x, d in zip(examples, in_dims, strict=True)]
+                    self._mapped[in_dims, size] = _Compiled(vmapped, given, self.mode)
+        return self._mapped[in_dims, size]
+
+
+class _Members:
+    """A compiled function for each member of a leading dimension: on a CPU the members of a population run one by one, a thread each, by the code that is
+    compiled for one. What a member works on stays in the cache, and its result is that of the member alone, bit for bit.
+    """
+
+    def __init__(self, one: _Compiled, in_dims: tuple[int | None, ...], size: int) -> None:
+        self.one, self.in_dims, self.size = one, in_dims, size
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        tensors = [x.contiguous() for x in tensors]
+        columns = [[x] * self.size if d is None else x.unbind(0) for x, d in zip(tensors, self.in_dims, strict=True)]
+        return self.one.kernel.infer_members([list(row) for row in zip(*columns, strict=True)])
+
+    def mapped(self, in_dims: tuple[int | None, ...], size: int) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
+        """As :meth:`_Compiled.mapped`: a member of a member is a member."""
+        outer = _Members(self.one, tuple(0 if a == 0 or b == 0 else None for a, b in zip(in_dims, self.in_dims, strict=True)), size * self.size)
+
+        def call(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+            joined = []
+            for x, a, b in zip(tensors, in_dims, self.in_dims, strict=True):
+                if a is None and b is None:
+                    joined.append(x)
+                    continue
+                x = x if a == 0 else x.expand(size, *x.shape)
+                x = x if b == 0 else x.unsqueeze(1).expand(size, self.size, *x.shape[1:])
+                joined.append(x.flatten(0, 1))
+            return [y.unflatten(0, (size, self.size)) for y in outer(joined)]
+
+        return call
+
+
+class _Call(Function):
+    """A compiled function as one operation that ``vmap`` knows; nothing it is given carries a gradient."""
+
+    @staticmethod
+    def forward(compiled: Callable[[Sequence[Tensor]], Sequence[Tensor]], *tensors: Tensor) -> tuple:
+        return tuple(compiled(tensors))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        ctx.mark_non_differentiable(*output)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        raise RuntimeError("a compiled call was entered without a gradient and is differentiated; this is a fault in frl")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, compiled: Any, *tensors: Tensor) -> tuple:
+        dims = in_dims[1:]
+        mapped = compiled.mapped(tuple(None if d is None else 0 for d in dims), info.batch_size)
+        outputs = _Call.apply(mapped, *(x if d is None else x.movedim(d, 0) for x, d in zip(tensors, dims, strict=True)))
+        return outputs, (0,) * len(outputs)

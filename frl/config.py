@@ -30,11 +30,13 @@ class RunConfig:
         trainer: what to run and for how long.
         policy: a built-in policy's settings, or those of a registered one.
         algorithm: ``name`` and ``cfg``, a section for ``apg``, ``shac``, ``ppo`` and ``grpo`` and a plain mapping for any other name.
+        population: members that are trained together, ``None`` for one.
     """
 
     trainer: schema.TrainerCfg
     policy: schema.PolicyCfg | schema.CustomPolicyCfg
     algorithm: schema.AlgorithmBlock
+    population: schema.PopulationCfg | None = None
 
     def __post_init__(self) -> None:
         problems = list(conflicts(self.trainer, self.policy, self.algorithm))
@@ -90,7 +92,7 @@ def parse_run_config(mapping: Mapping[str, Any], *, source: str = "<mapping>") -
         raise ConfigError(source, ["the mapping is empty; expected the blocks trainer, policy, algorithm"])
     algorithm_name, policy_name = schema.block_names(data)
     table = schema.sections(algorithm_name, policy_name)
-    problems = [unknown_key("", key, table) for key, value in data.items() if key not in schema.BLOCKS and not (key == "population" and value is None)]
+    problems = [unknown_key("", key, table) for key in data if key not in (*schema.BLOCKS, *schema.OPTIONAL_BLOCKS)]
     blocks: dict[str, dict[str, Any]] = {}
     for block in schema.BLOCKS:
         if block not in data:
@@ -108,10 +110,11 @@ def parse_run_config(mapping: Mapping[str, Any], *, source: str = "<mapping>") -
         policy = _validate(model, blocks["policy"], "policy", table, problems)
     if "algorithm" in blocks:
         algorithm = _algorithm(blocks["algorithm"], algorithm_name, table, problems)
+    population = _population(data["population"], table, problems) if data.get("population") is not None else None
     if trainer is not None and policy is not None and algorithm is not None:
         problems.extend(conflicts(trainer, policy, algorithm))
         if not problems:
-            return RunConfig(trainer=_resolved(trainer, algorithm.name), policy=_resolved_policy(policy), algorithm=algorithm)
+            return RunConfig(trainer=_resolved(trainer, algorithm.name), policy=_resolved_policy(policy), algorithm=algorithm, population=population)
     raise ConfigError(source, problems)
 
 
@@ -152,6 +155,21 @@ def _algorithm(data: dict[str, Any], name: str, table: Mapping, problems: list[s
     return None if block is None or cfg is None else block.model_copy(update={"cfg": cfg})
 
 
+def _population(data: Any, table: Mapping, problems: list[str]) -> schema.PopulationCfg | None:
+    if not isinstance(data, dict):
+        problems.append(not_a_section("population", data, table))
+        return None
+    cfg = _validate(schema.PopulationCfg, data, "population", table, problems)
+    if cfg is None:
+        return None
+    if cfg.seeds is not None and len(cfg.seeds) != cfg.size:
+        problems.append(f"population.seeds: expected {cfg.size} seeds, one for each member, got {len(cfg.seeds)}")
+    for name, values in cfg.hyper.items():
+        if cfg.size % len(values):
+            problems.append(f"population.hyper.{name}: {cfg.size} members are no multiple of {len(values)} values")
+    return cfg
+
+
 def _resolved(trainer: schema.TrainerCfg, algorithm: str) -> schema.TrainerCfg:
     changes: dict[str, Any] = {}
     if trainer.exp_name is None:
@@ -185,5 +203,6 @@ def dump_run_config(config: RunConfig) -> dict[str, Any]:
         "trainer": config.trainer.model_dump(exclude=skipped),
         "policy": policy.model_dump(exclude_none=True) if builtin else policy.model_dump(exclude_unset=True),
         "algorithm": config.algorithm.model_dump(),
+        **({} if config.population is None else {"population": config.population.model_dump()}),
     }
     return copied(dumped)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from frl import tree
-from frl.compile import allow_in_graph
+from frl.compile import allow_in_graph, gradient_level
 from frl.types import Metrics, PyTree
 
 _FLOOR = 1e-12  # rows whose largest element is below this are measured as if it were this
@@ -51,9 +51,9 @@ def clip_batched_gradient_norm(gradient: Tensor, max_norm: float | Tensor | None
 def clip_adjoint(x: Tensor, max_norm: float | Tensor | None, *, rows: int | None = 0) -> Tensor:
     """Identity whose backward pass clips each row of the cotangent with :func:`clip_batched_gradient_norm`.
 
-    The clip acts in every reverse pass through the result, whatever its order: a reverse pass over a reverse pass clips its own cotangent here as well.
-    The tangent of forward mode is not clipped (the tangent of the identity is the identity), so ``jacfwd(grad(f))`` is the exact derivative of the clipped
-    gradient. ``max_norm`` gets no gradient from the first reverse pass; a second one differentiates the clip with respect to it.
+    The clip acts in the innermost ``torch.func`` gradient of ``x``; one outside it, and forward mode, see the identity, so that ``grad`` of ``grad`` and
+    ``jacfwd(grad(f))`` are the exact derivative of the clipped gradient. ``max_norm`` gets no gradient from the first reverse pass; a second one differentiates
+    the clip with respect to it. Autograd's own second pass (``create_graph=True``) knows no levels: it clips its cotangent here as well.
 
     Args:
         x: floating tensor with at least two dimensions (any number with ``rows=None``).
@@ -185,28 +185,29 @@ class _ClipAdjoint(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(limit: float | Tensor, rows: int | None, *xs: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(limit: float | Tensor, rows: int | None, level: int, *xs: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return tuple(x.view_as(x) for x in xs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        limit, ctx.rows = inputs[:2]
+        limit, ctx.rows, level = inputs[:3]
+        ctx.clips = gradient_level(inputs[3:]) >= level
         ctx.limit = limit if not isinstance(limit, Tensor) else None
         ctx.save_for_backward(*([limit] if ctx.limit is None else []))
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         limit = ctx.saved_tensors[0] if ctx.limit is None else ctx.limit
-        return None, None, *_clip_rows(cotangents, limit, ctx.rows)
+        return None, None, None, *(_clip_rows(cotangents, limit, ctx.rows) if ctx.clips else cotangents)
 
     @staticmethod
-    def jvp(ctx: Any, _limit: Any, _rows: Any, *tangents: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def jvp(ctx: Any, _limit: Any, _rows: Any, _level: Any, *tangents: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return tuple(x.view_as(x) for x in tangents)
 
 
 @allow_in_graph  # traced by Dynamo under torch.func.grad, the function's backward would be dropped without a word
 def _apply_clip(limit: float | Tensor, rows: int | None, *xs: Tensor) -> tuple[Tensor, ...]:
-    return _ClipAdjoint.apply(limit, rows, *xs)  # pyright: ignore[reportReturnType]
+    return _ClipAdjoint.apply(limit, rows, gradient_level(xs), *xs)  # pyright: ignore[reportReturnType]
 
 
 def _clip_rows(gradients: tuple[Tensor, ...], limit: float | Tensor, rows: int | None) -> tuple[Tensor, ...]:

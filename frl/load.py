@@ -24,7 +24,7 @@ from frl.envs.host import HostEnv
 from frl.envs.registry import build_learning_env
 from frl.envs.vector import VecEnv
 from frl.resume import SavedRun
-from frl.run_directory import MANIFEST
+from frl.run_directory import MANIFEST, POPULATION
 from frl.runtime import LoadedRun, key_path, observation_entries
 
 CHECKPOINT_SUFFIX = ".safetensors"
@@ -42,7 +42,7 @@ def load_run(
     """Rebuild what a run trained from its directory alone.
 
     Args:
-        path: a run directory, or a checkpoint file.
+        path: a run directory, that of a population for its best member, or a checkpoint file.
         checkpoint: ``"latest"`` (the one before, with a warning, where that file is missing or damaged), ``"best"``, or a file (also by its name within the
             run's ``checkpoints``).
         env: another environment to play on, by its registered name or ``gymnasium:ID``; it must fit the policy.
@@ -120,7 +120,7 @@ def _build_another(config: RunConfig, name: str | None, env_cfg: dict[str, Any],
 
 
 def newest_run(path: str | Path) -> Path:
-    """``path`` itself if it is a run directory, else the newest run directory in it.
+    """``path`` itself if it is a run directory, the best member of a population's, else the newest run directory in it.
 
     Raises:
         FileNotFoundError: there is none.
@@ -128,11 +128,21 @@ def newest_run(path: str | Path) -> Path:
     path = Path(path)
     if (path / MANIFEST).is_file() or path.suffix == CHECKPOINT_SUFFIX:
         return path
-    found = sorted(path.glob(f"*/{MANIFEST}"), key=lambda file: file.stat().st_mtime)
+    if (path / POPULATION).is_file():
+        return _best_member(path)
+    found = sorted((*path.glob(f"*/{MANIFEST}"), *path.glob(f"*/{POPULATION}")), key=lambda file: file.stat().st_mtime)
     if not found:
         what = "does not exist" if not path.exists() else "is not a run directory and holds none"
         raise FileNotFoundError(f"{path} {what} (a run directory has a {MANIFEST})")
-    return found[-1].parent
+    return found[-1].parent if found[-1].name == MANIFEST else newest_run(found[-1].parent)
+
+
+def _best_member(path: Path) -> Path:
+    """Run directory of the best member of a population."""
+    try:
+        return path / json.loads((path / POPULATION).read_text(encoding="utf-8"))["members"][0]["directory"]
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise checkpoints.CheckpointError(f"{path / POPULATION} is damaged; name a member's directory instead") from error
 
 
 def _find(path: Path, checkpoint: str | Path) -> tuple[SavedRun, Path]:
@@ -144,6 +154,8 @@ def _find(path: Path, checkpoint: str | Path) -> tuple[SavedRun, Path]:
         return SavedRun.read(path), directory
     if not path.is_dir():
         raise FileNotFoundError(f"run directory {path} does not exist")
+    if (path / POPULATION).is_file():
+        path = _best_member(path)
     if str(checkpoint) in ("latest", "best"):
         saved = SavedRun.find(str(checkpoint), path)
         assert saved is not None

@@ -315,7 +315,8 @@ extern "C" int frl_loop(int64_t length, int shards, const Table* tables) {
     try { run(length, tables[0]); } catch (const std::exception&) { failed = 1; }
     return failed;
   }
-  #pragma omp parallel for num_threads(shards) schedule(static, 1) reduction(|:failed)
+  const int team = shards < omp_get_max_threads() ? shards : omp_get_max_threads();
+  #pragma omp parallel for num_threads(team) schedule(dynamic, 1) reduction(|:failed)
   for (int s = 0; s < shards; ++s) {
     const int before = MKL_Set_Num_Threads_Local ? MKL_Set_Num_Threads_Local(1) : 0;
     try { run(length, tables[s]); } catch (const std::exception&) { failed |= 1; }
@@ -541,12 +542,12 @@ def _round(n: int) -> int:
 class _Memory:
     """A block that goes back to its pool when nobody holds it any more: fresh pages cost as much as the work that is done in them."""
 
-    def __init__(self, pool: dict[int, list[Tensor]], nbytes: int) -> None:
-        self._pool = pool.setdefault(nbytes, [])
+    def __init__(self, pool: dict[int, list[Tensor]], nbytes: int, shards: int) -> None:
+        self._pool, self._kept = pool.setdefault(nbytes, []), max(2, shards)
         self.block = self._pool.pop() if self._pool else torch.empty(max(nbytes, 1), dtype=torch.uint8)
 
     def __del__(self) -> None:
-        if len(self._pool) < 2:
+        if len(self._pool) < self._kept:
             self._pool.append(self.block)
 
 
@@ -770,22 +771,27 @@ class Loop:
 
     def once(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Results of a single run of a program without carry and xs."""
-        results = [torch.empty(y.shape, dtype=y.dtype) for y in self.ys]
-        self.forward([(inputs, (), ())], [results], 1)
+        return [x[0] for x in self.members([inputs])]
+
+    def members(self, inputs: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """Results ``[P, ...]`` of single runs of a program without carry and xs, one for each of P lists of inputs."""
+        results = [torch.empty((len(inputs), *y.shape), dtype=y.dtype) for y in self.ys]
+        self.forward([(row, (), ()) for row in inputs], list(zip(*(x.unbind(0) for x in results), strict=True)) or [() for _ in inputs], 1)
         return results
 
     # -- running -----------------------------------------------------------------------------------------------------------------------------------
 
-    def _launch(self, which: int, length: int, tables: Sequence[tuple[list[int], list[int], list[int], list[int]]]) -> None:
+    def _launch(self, which: int, length: int, step: list[int], ring: list[int], shards: Sequence[tuple[list[int], list[int]]]) -> None:
+        """Run a loop; ``shards`` are the bases and starts of each."""
         if which not in self._calls:
             self._calls[which] = self._builds[which].load()
-        held, rows = [], (_Table * len(tables))()
-        for row, (base, step, ring, start) in zip(rows, tables, strict=True):
-            arrays = (_pointers(base), _integers(step), _integers(ring), _pointers(start))
-            held.append(arrays)
-            for name, array in zip(("base", "step", "ring", "start"), arrays, strict=True):
-                setattr(row, name, ctypes.cast(array, ctypes.c_void_p))
-        if self._calls[which](ctypes.c_int64(length), len(tables), ctypes.byref(rows)):
+        steps, rings, held = _integers(step), _integers(ring), []
+        rows = (_Table * len(shards))()
+        for row, (base, start) in zip(rows, shards, strict=True):
+            bases, starts = _pointers(base), _pointers(start)
+            held.append((bases, starts))
+            row.base, row.step, row.ring, row.start = (ctypes.addressof(array) for array in (bases, steps, rings, starts))
+        if self._calls[which](ctypes.c_int64(length), len(shards), ctypes.byref(rows)):
             raise RuntimeError("a step divided an integer by zero")
 
     def forward(
@@ -814,7 +820,7 @@ class Loop:
             step[index], ring[index] = stride, slots
         result = Pass(length, [], [shards], [], step, ring, [])
         for number, (params, carry, xs) in enumerate(shards):
-            memory = _Memory(self._pool, nbytes)
+            memory = _Memory(self._pool, nbytes, len(shards))
             origin = memory.block.data_ptr()
             base = [0] * n
             for index, (offset, _, _) in places.items():
@@ -836,7 +842,7 @@ class Loop:
             result.memory.append(memory)
             result.base.append(base)
             result.start.append([x.data_ptr() for x in carry])
-        self._launch(0, length, [(b, step, ring, s) for b, s in zip(result.base, result.start, strict=True)])
+        self._launch(0, length, step, ring, list(zip(result.base, result.start, strict=True)))
         last = []
         for memory in result.memory:
             last.append([self._read(memory, places, x, length - 1) for x in self.carry])
@@ -880,7 +886,7 @@ class Loop:
             step[index], ring[index] = stride, slots
         tables, memories = [], []
         for number, (cts, packs) in enumerate(zip(ct_carry, ct_packs, strict=True)):
-            memory = _Memory(self._pool, nbytes)
+            memory = _Memory(self._pool, nbytes, len(ct_carry))
             memories.append(memory)
             origin = memory.block.data_ptr()
             base = [origin + places[i][0] if i in places else 0 for i in range(n)]
@@ -896,8 +902,8 @@ class Loop:
             for storage, x in zip([i for i in self.x_grads if i is not None], x_grads[number], strict=True):
                 base[storage], step[storage] = x.data_ptr(), x.stride(0) * x.element_size() if length > 1 else 0
             start = [*done.start[number], *(x.data_ptr() for x in cts)]
-            tables.append(([*done.base[number], *base], [*done.step, *step], [*done.ring, *ring], start))
-        self._launch(1, length, tables)
+            tables.append(([*done.base[number], *base], start))
+        self._launch(1, length, [*done.step, *step], [*done.ring, *ring], tables)
         return [
             [
                 torch.zeros(self.carry[k].shape, dtype=self.carry[k].dtype) if x is None else self._read(memory, places, x, 0)

@@ -39,22 +39,23 @@ class Packing:
         """Inverse of :meth:`join`; views."""
         return [x[0] for x in self.split_stacked([pack.unsqueeze(0) for pack in packs])]
 
-    def join_stacked(self, leaves: Sequence[Any], *, tracked_only: bool = False) -> list[Tensor]:
-        """Stacked leaves ``[T, ...]`` to packs ``[T, total]``, or to those that are tracked."""
+    def join_stacked(self, leaves: Sequence[Any], *, tracked_only: bool = False, lead: int = 1) -> list[Tensor]:
+        """Leaves ``[T, ...]`` (or with ``lead`` leading dimensions) to packs ``[T, total]``, or to those that are tracked."""
         joined = []
         for group, tracked in zip(self.groups, self.tracked, strict=True):
             if tracked or not tracked_only:
-                joined.append(torch.cat([leaves[i].reshape(leaves[i].shape[0], -1) for i in group], 1) if len(group) > 1 else leaves[group[0]].contiguous())
+                flat = [leaves[i].flatten(lead) if leaves[i].ndim > lead else leaves[i].unsqueeze(-1) for i in group] if len(group) > 1 else ()
+                joined.append(torch.cat(flat, -1) if len(group) > 1 else leaves[group[0]].contiguous())
         return joined
 
-    def split_stacked(self, packs: Sequence[Tensor]) -> list[Tensor]:
+    def split_stacked(self, packs: Sequence[Tensor], *, lead: int = 1) -> list[Tensor]:
         """Inverse of :meth:`join_stacked`; views."""
         leaves: list[Any] = [None] * len(self.shapes)
         for pack, group in zip(packs, self.groups, strict=True):
             if len(group) == 1:
                 leaves[group[0]] = pack
                 continue
-            parts = pack.split([self.shapes[i].numel() for i in group], dim=1)
+            parts = pack.split([self.shapes[i].numel() for i in group], dim=-1)
             for i, part in zip(group, parts, strict=True):
-                leaves[i] = part.reshape(pack.shape[0], *self.shapes[i])
+                leaves[i] = part.reshape(*pack.shape[:lead], *self.shapes[i])
         return leaves

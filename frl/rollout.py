@@ -205,7 +205,7 @@ def make_unroll(
         parts = []
         for start in range(0, length, size):
             if start:
-                states = [tree.detach(state) for state in states]
+                states = [tree.map(compiler.cut, state) for state in states]
             part = [tree.map(lambda v: v[start : start + size], x) for x in xs] if size < length else xs  # noqa: B023
             if len(xs) > 1:
                 states, ys = zip(*scan_shards(step, consts, states, part, memory=memory, mode=mode), strict=True)

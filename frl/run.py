@@ -27,6 +27,7 @@ from frl.config import RunConfig, dump_run_config, load_run_config, write_yaml
 from frl.evaluate import make_evaluator
 from frl.fingerprint import fingerprint
 from frl.interrupts import Interrupted, Interrupts
+from frl.population_run import train_population
 from frl.profiling import Profile
 from frl.provenance import environment_record
 from frl.resume import SavedRun, bind_schedule, resume_state
@@ -76,6 +77,8 @@ def train_from_config(
         Interrupted: Ctrl-C or SIGTERM came: the update was finished and its state saved, and the run can be resumed. A second signal ends the process at
             once. When anything else ends a run, its last good state is saved too.
 
+    With a ``population`` in the run file see :func:`frl.population_run.train_population`, whose summary is that of the best member with a ranking.
+
     A resumed run takes its settings from the run file: what differs from the checkpoint's is said in a ``RuntimeWarning``, and hyper-parameters that the file
     left alone go on with the values they had reached. So is another machine, version, thread count or compile mode, with which a run may not be the same bit
     for bit.
@@ -91,6 +94,10 @@ def train_from_config(
     callbacks = as_callbacks(callbacks)
     label = "RunConfig" if isinstance(path, RunConfig) else str(path)
     config = path if isinstance(path, RunConfig) else load_run_config(path, overrides)
+    if config.population is not None:
+        if profile or callbacks or resume_scheduler != "restore":
+            raise ValueError("a population takes neither callbacks nor a profile, and its learning-rate schedules go on as they are")
+        return train_population(config, label, resume=resume, run=run, stop_after=stop_after, progress=progress)
     saved = SavedRun.find(resume, run)
     threads = torch.get_num_threads()
     deterministic = torch.are_deterministic_algorithms_enabled()

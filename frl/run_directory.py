@@ -21,6 +21,7 @@ from frl.checkpoint import CheckpointError
 
 MANIFEST = "run-manifest.json"
 MANIFEST_VERSION = 1
+POPULATION = "population.json"  # of a directory of members: their ranking
 
 
 @dataclass(frozen=True)

@@ -27,12 +27,15 @@ from frl.run_values import (
     norm_limit,
     number,
     read_gains,
+    read_hyper,
+    read_seeds,
     read_sizes,
     section,
     word,
 )
 
 BLOCKS = ("trainer", "policy", "algorithm")
+OPTIONAL_BLOCKS = ("population",)
 BUILTIN_POLICIES = ("actor_only", "actor_critic")
 
 _SIMULATOR = "belongs to the simulator path, which frl does not have; describe the task with trainer.learning_env"
@@ -41,7 +44,6 @@ REFUSED = {
     "algorithm.cfg.device": "is not set here; set trainer.device",
     "algorithm.cfg.optimizer.lr": "is spelled learning_rate",
     "algorithm.cfg.critic_optimizer.lr": "is spelled learning_rate",
-    "population": "is not supported yet by this version",
 }
 
 _STANDARD_ONLY = ("buffer_size", "rollout_steps")
@@ -280,6 +282,26 @@ class SHACCfg(AlgorithmCfg):
     skip_nonfinite_updates: Switch = True
 
 
+# ---- population ----
+
+
+class PopulationCfg(Section):
+    """Members that are trained together.
+
+    Attributes:
+        size: P.
+        seeds: one for each member; null: ``trainer.seed``, ``trainer.seed + 1`` and so on.
+        hyper: ``{name of a hyper-parameter: values}``, by the paths below ``algorithm.cfg`` (or ``trainer``): member i takes value ``i mod L`` of L, and P is
+            a multiple of L.
+        chunk: members whose updates share memory of activations; null: all.
+    """
+
+    size: Positive
+    seeds: Annotated[tuple[int, ...] | None, PlainValidator(read_seeds)] = None
+    hyper: Annotated[dict[str, tuple[float, ...]], PlainValidator(read_hyper)] = {}
+    chunk: Annotated[int | None, integer(1, none=True)] = None
+
+
 ALGORITHM_CFGS: dict[str, type[AlgorithmCfg]] = {"apg": APGCfg, "ppo": PPOCfg, "grpo": GRPOCfg, "shac": SHACCfg}
 
 
@@ -311,7 +333,7 @@ def inapplicable(algorithm: str) -> tuple[str, ...]:
 
 def sections(algorithm: str, policy: str) -> dict[str, tuple[str, ...] | None]:
     """``{key path of a section: its keys}`` for the named algorithm and policy; ``None`` where keys are free."""
-    table: dict[str, tuple[str, ...] | None] = {"": BLOCKS}
+    table: dict[str, tuple[str, ...] | None] = {"": (*BLOCKS, *OPTIONAL_BLOCKS)}
 
     def walk(model: type[BaseModel], path: str) -> None:
         table[path] = tuple(model.model_fields)
@@ -323,6 +345,8 @@ def sections(algorithm: str, policy: str) -> dict[str, tuple[str, ...] | None]:
                     table[f"{path}.{key}"] = None
 
     walk(TrainerCfg, "trainer")
+    walk(PopulationCfg, "population")
+    table["population.hyper"] = None
     table["trainer"] = (*TrainerCfg.model_fields, "rollout_steps")
     if policy in BUILTIN_POLICIES:
         walk(PolicyCfg, "policy")

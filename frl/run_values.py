@@ -194,6 +194,31 @@ def read_gains(value: Any) -> float | tuple[float, ...] | None:
     return gains if isinstance(value, list | tuple) else gains[0]
 
 
+def read_seeds(value: Any) -> tuple[int, ...] | None:
+    """Seeds of members: ``None``, or a list of different integers."""
+    if value is None:
+        return None
+    seeds = tuple(real(item, integral=True) for item in _listed(value, "a list of integers of at least 0", number_hint(value)))
+    if not seeds or any(seed is None or seed < 0 for seed in seeds):
+        raise refused("a non-empty list of integers of at least 0")
+    if len(set(seeds)) < len(seeds):
+        raise refused("different seeds: members of one seed would be the same")
+    return tuple(int(seed) for seed in seeds if seed is not None)
+
+
+def read_hyper(value: Any) -> dict[str, tuple[float, ...]]:
+    """Values of hyper-parameters for the members: ``{name: non-empty list of numbers}``."""
+    if not isinstance(value, Mapping):
+        raise refused("a mapping of names to lists of numbers")
+    result = {}
+    for name, items in value.items():
+        numbers = [real(item) for item in _listed(items, f"a list of numbers for {name}", number_hint(items))]
+        if not numbers or any(x is None for x in numbers):
+            raise refused(f"a non-empty list of numbers for {name}")
+        result[str(name)] = tuple(float(x) for x in numbers if x is not None)
+    return result
+
+
 def interval(*, positive: bool) -> PlainValidator:
     """``[low, high]`` or null."""
     what = f"a list [low, high] of two finite {'positive ' if positive else ''}numbers with low <= high, or null"

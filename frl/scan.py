@@ -8,8 +8,9 @@ Memory: ``"save"`` keeps what the backward of each step needs, O(T). ``"recomput
 forward again before going back through it, O(sqrt(T)) beside the O(T) of ``xs`` and ``ys``, with the same two
 compiled callables.
 
-Transforms: ``grad``, ``vjp`` (its pullback any number of times), ``jacrev``, ``vmap`` (the mapped step is compiled) and their nestings; a second
-derivative falls back to an eager loop; forward mode is refused. Under ``torch.compile`` the loop is an ordinary Python loop that the tracer unrolls.
+Transforms: ``grad``, ``vjp`` (its pullback any number of times), ``jacrev``, ``vmap`` and their nestings; a second derivative falls back to an eager loop;
+forward mode is refused. Under ``vmap`` a native loop runs once for each member, a thread each; where there is none, the mapped step is compiled. Under
+``torch.compile`` the loop is an ordinary Python loop that the tracer unrolls.
 """
 
 from __future__ import annotations
@@ -196,6 +197,7 @@ class _Plan:
         self.needs = tuple(closed)
         out = compiler.describe_outputs(flat, self.examples, self.needs)
         self.pack = Packing(out[n_carry:])
+        self.carry_needed = [i for i, need in enumerate(self.needs[n_params : n_params + n_carry]) if need]
         self.y_needs = tuple(y.requires_grad for y in out[n_carry:])
         self.output_flags = (*self.needs[n_params : n_params + n_carry], *self.y_needs)  # outputs that are differentiable
 
@@ -215,6 +217,10 @@ class _Plan:
             counts = (*self.counts[:3], len(self.pack.groups))
             self._loops[key] = self.kernel.loop(counts, differentiable=differentiable, shards=shards)
         return self._loops[key]
+
+    def beside(self, differentiable: bool) -> Loop | None:
+        """The step as a native loop of which several run side by side, one thread each."""
+        return self.loop(differentiable, 2 if torch.get_num_threads() > 1 else 1)
 
     @property
     def differentiable(self) -> bool:
@@ -243,7 +249,7 @@ class _Plan:
         """Forward without a graph: last carry leaves, then stacked y leaves."""
         params, carry, xs = self.split([x.contiguous() for x in leaves])
         if (loop := self.loop(False)) is not None:
-            return NativeRun(self, loop, params, [(carry, xs)]).forward()[0]
+            return self._outputs(NativeRun(self, loop, [(params, carry, xs)]))
         rows = list(zip(*[x.unbind(0) for x in xs], strict=True))
         n_carry = self.counts[1]
         ys = []
@@ -253,13 +259,17 @@ class _Plan:
             ys.append(out[n_carry:])
         return [*carry, *self.pack.split_stacked([torch.stack(y) for y in zip(*ys, strict=True)])]
 
+    def _outputs(self, run: NativeRun) -> list[Tensor]:
+        [carry], packs = run.forward()
+        return [*carry, *self.pack.split_stacked([x[0] for x in packs])]
+
     def run_saving(self, leaves: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
         if not self.differentiable:
             return self.run(leaves), _Residual([], [], [], [], 1)
         params, carry, xs = self.split([x.contiguous() for x in leaves])
         if (loop := self.loop(True)) is not None:
-            run = NativeRun(self, loop, params, [(carry, xs)])
-            return run.forward()[0], run
+            run = NativeRun(self, loop, [(params, carry, xs)])
+            return self._outputs(run), run
         rows = list(zip(*[x.unbind(0) for x in xs], strict=True))
         n_carry, keep = self.counts[1], self.memory == "save"
         stride = 1 if keep else max(1, math.isqrt(len(rows)))
@@ -282,8 +292,10 @@ class _Plan:
     def pull_back(self, residual: Any, cotangents: Sequence[Tensor]) -> list[Tensor]:
         """Gradients of the inputs that need one (params, carry, xs), in order."""
         if isinstance(residual, NativeRun):
-            params, [(carry, xs)] = residual.backward([cotangents])
-            return [*params, *carry, *xs]
+            cts = {i: cotangents[i].contiguous() for i in self.carry_needed}
+            packs = self.pack.join_stacked(cotangents[self.counts[1] :], tracked_only=True)
+            params, [carry], xs = residual.backward([cts], [packs])
+            return [*(g[0] for g in params), *carry, *(g[0] for g in xs)]
         kernel = self.kernel
         n_params, n_carry, _, _ = self.counts
         carry_needs = self.needs[n_params : n_params + n_carry]
@@ -312,31 +324,36 @@ class _Plan:
 
 
 class NativeRun:
-    """One run of a native loop over shards that share their parameters; holds what its backward pass needs.
+    """One run of a native loop over shards; holds what its backward pass needs.
 
     Args:
         plan: the step.
         loop: its loop.
-        params: contiguous tensors.
-        shards: ``(carry, xs)`` of contiguous tensors.
+        shards: ``(params, carry, xs)`` of contiguous tensors.
     """
 
-    def __init__(self, plan: _Plan, loop: Loop, params: list[Tensor], shards: list[tuple[list[Tensor], list[Tensor]]]) -> None:
-        self.plan, self.loop, self.params, self.xs = plan, loop, params, [xs for _, xs in shards]
-        self.length = shards[0][1][0].shape[0]
+    def __init__(self, plan: _Plan, loop: Loop, shards: list[tuple[list[Tensor], list[Tensor], list[Tensor]]]) -> None:
+        self.plan, self.loop = plan, loop
+        self.params, self.xs = [params for params, _, _ in shards], [xs for _, _, xs in shards]
+        self.length = shards[0][2][0].shape[0]
         whole = plan.memory == "save" or not plan.differentiable
         self.stride = self.length if whole else max(1, math.isqrt(self.length))
-        self.starts = [[carry for carry, _ in shards]]
+        self.starts = [[carry for _, carry, _ in shards]]
         self.done: Any = None
 
     def _forward(self, start: int, carries: list[list[Tensor]], ys: list[list[Tensor]] | None) -> tuple[list[list[Tensor]], Any]:
         part = slice(start, start + self.stride)
-        shards = [(self.params, carry, [x[part] for x in xs]) for carry, xs in zip(carries, self.xs, strict=True)]
+        shards = [(params, carry, [x[part] for x in xs]) for params, carry, xs in zip(self.params, carries, self.xs, strict=True)]
         return self.loop.forward(shards, ys and [[y[part] for y in row] for row in ys])
 
-    def forward(self) -> list[list[Tensor]]:
-        """For each shard the last carry leaves, then the stacked y leaves."""
-        ys = [[x.new_empty((self.length, *x.shape)) for x in self.plan.packs] for _ in self.xs]
+    def _blocks(self, like: Sequence[Tensor], *lead: int, zero: bool = False) -> tuple[list[Tensor], list[list[Tensor]]]:
+        """``[S, *lead, ...]`` for every tensor of ``like``, and the parts of each shard."""
+        blocks = [(x.new_zeros if zero else x.new_empty)((len(self.xs), *lead, *x.shape)) for x in like]
+        return blocks, [[x[i] for x in blocks] for i in range(len(self.xs))]
+
+    def forward(self) -> tuple[list[list[Tensor]], list[Tensor]]:
+        """For each shard the last carry leaves; the packs of y of all shards, ``[S, T, ...]``."""
+        packs, ys = self._blocks(self.plan.packs, self.length)
         carries = self.starts[0]
         for start in range(0, self.length, self.stride):
             if start:
@@ -344,40 +361,45 @@ class NativeRun:
             carries, done = self._forward(start, carries, ys)
             if self.stride == self.length and self.plan.differentiable:
                 self.done = done
-        return [[*carry, *self.plan.pack.split_stacked(packs)] for carry, packs in zip(carries, ys, strict=True)]
+        return carries, packs
 
-    def backward(self, cotangents: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], list[tuple[list[Tensor], list[Tensor]]]]:
-        """Gradients of the params, summed over shards, and for each shard of the carry and xs leaves, where they are needed."""
+    def backward(self, carries: list[dict[int, Tensor]], packs: list[list[Tensor]]) -> tuple[list[Tensor], list[list[Tensor]], list[Tensor]]:
+        """Go back through the loop.
+
+        Args:
+            carries: for each shard the contiguous cotangents of the carry leaves that need a gradient, by position.
+            packs: for each shard the contiguous cotangents ``[T, ...]`` of its tracked packs of y.
+
+        Returns:
+            Gradients where they are needed: of the params ``[S, ...]``, for each shard of its carry leaves, of the xs ``[S, T, ...]``.
+        """
         plan, loop = self.plan, self.loop
         n_params, n_carry, _, _ = plan.counts
         needed = [i for i, need in enumerate(plan.needs[n_params : n_params + n_carry]) if need]
-        carries = [{i: cts[i].contiguous() for i in needed} for cts in cotangents]
-        packs = [plan.pack.join_stacked(cts[n_carry:], tracked_only=True) for cts in cotangents]
         like = [x for x, need in zip(plan.examples, plan.needs, strict=True) if need]
         here = plan.kernel.present
         n_diff = sum(plan.needs[:n_params])
         first_x = n_diff + len(needed)
-        total = [[torch.zeros_like(x) for x, there in zip(like[:n_diff], here[:n_diff], strict=True) if there] for _ in self.xs]
-        x_grads = [[x.new_empty((self.length, *x.shape)) for x, there in zip(like[first_x:], here[first_x:], strict=True) if there] for _ in self.xs]
+        given = lambda of: [x for x, there in zip(like[of], here[of], strict=True) if there]
+        sums, total = self._blocks(given(slice(n_diff)), zero=True)
+        grads, x_grads = self._blocks(given(slice(first_x, None)), self.length)
         for start in reversed(range(0, self.length, self.stride)):
             part = slice(start, start + self.stride)
             done = self.done or self._forward(start, self.starts[start // self.stride], None)[1]
-            grads = loop.backward(
+            rows = loop.backward(
                 done,
                 [[carry[i] for i in loop.ct_carry] for carry in carries],
                 [[pack[part] for pack in row] for row in packs],
                 total,
                 [[x[part] for x in row] for row in x_grads],
             )
-            carries = [dict(zip(needed, row, strict=True)) for row in grads]
-        sums = total[0] if len(total) == 1 else [torch.stack(column).sum(0) for column in zip(*total, strict=True)]
+            carries = [dict(zip(needed, row, strict=True)) for row in rows]
 
         def filled(values: Sequence[Tensor], of: slice, *lead: int) -> list[Tensor]:
-            given = iter(values)
-            return [next(given) if there else x.new_zeros((*lead, *x.shape)) for x, there in zip(like[of], here[of], strict=True)]
+            there = iter(values)
+            return [next(there) if flag else x.new_zeros((len(carries), *lead, *x.shape)) for x, flag in zip(like[of], here[of], strict=True)]
 
-        shards = [(list(carry.values()), filled(xs, slice(first_x, None), self.length)) for carry, xs in zip(carries, x_grads, strict=True)]
-        return filled(sums, slice(n_diff)), shards
+        return filled(sums, slice(n_diff)), [list(carry.values()) for carry in carries], filled(grads, slice(first_x, None), self.length)
 
 
 class _Residual:
@@ -470,20 +492,72 @@ class _Shards:
         leaves = [x.contiguous() for x in leaves]
         params, rest = leaves[:n_params], leaves[n_params:]
         carries, xs = rest[: n_carry * self.size], rest[n_carry * self.size :]
-        shards = [(carries[i * n_carry : (i + 1) * n_carry], xs[i * n_x : (i + 1) * n_x]) for i in range(self.size)]
-        return NativeRun(self.plan, self.native, params, shards)
+        shards = [(params, carries[i * n_carry : (i + 1) * n_carry], xs[i * n_x : (i + 1) * n_x]) for i in range(self.size)]
+        return NativeRun(self.plan, self.native, shards)
+
+    def _outputs(self, run: NativeRun) -> list[Tensor]:
+        carries, packs = run.forward()
+        return [y for i, carry in enumerate(carries) for y in (*carry, *self.plan.pack.split_stacked([x[i] for x in packs]))]
 
     def run(self, leaves: Sequence[Tensor]) -> list[Tensor]:
-        return [y for part in self._native(leaves).forward() for y in part]
+        return self._outputs(self._native(leaves))
 
     def run_saving(self, leaves: Sequence[Tensor]) -> tuple[list[Tensor], NativeRun]:
         run = self._native(leaves)
-        return [y for part in run.forward() for y in part], run
+        return self._outputs(run), run
 
     def pull_back(self, residual: NativeRun, cotangents: Sequence[Tensor]) -> list[Tensor]:
+        plan, n_carry = self.plan, self.plan.counts[1]
         size = len(cotangents) // self.size
-        params, shards = residual.backward([cotangents[i * size : (i + 1) * size] for i in range(self.size)])
-        return [*params, *(g for carry, _ in shards for g in carry), *(g for _, xs in shards for g in xs)]
+        parts = [cotangents[i * size : (i + 1) * size] for i in range(self.size)]
+        carries = [{i: cts[i].contiguous() for i in plan.carry_needed} for cts in parts]
+        packs = [plan.pack.join_stacked(cts[n_carry:], tracked_only=True) for cts in parts]
+        params, carry, xs = residual.backward(carries, packs)
+        return [*(g.sum(0) for g in params), *(g for row in carry for g in row), *(x[i] for i in range(self.size) for x in xs)]
+
+
+class _Members:
+    """A plan's native loop for each member of a leading dimension, as a plan over all of them: every leaf and output has members first.
+
+    The loop is the one that runs a member alone, so that a member's result is that of the member alone, and what a member works on stays in the cache.
+    """
+
+    def __init__(self, plan: _Plan, dims: tuple[int | None, ...], size: int) -> None:
+        self.plan, self.dims, self.size = plan, dims, size
+        self.counts, self.needs, self.call_needs = plan.counts, plan.needs, plan.call_needs
+        self.output_flags, self.differentiable = plan.output_flags, plan.differentiable
+
+    def _native(self, leaves: Sequence[Tensor]) -> NativeRun:
+        loop = self.plan.beside(self.differentiable)
+        assert loop is not None
+        columns = [[x] * self.size if d is None else x.unbind(0) for x, d in zip((x.contiguous() for x in leaves), self.dims, strict=True)]
+        return NativeRun(self.plan, loop, [self.plan.split(row) for row in zip(*columns, strict=True)])
+
+    def _outputs(self, run: NativeRun) -> list[Tensor]:
+        carries, packs = run.forward()
+        return [*map(torch.stack, zip(*carries, strict=True)), *self.plan.pack.split_stacked(packs, lead=2)]
+
+    def run(self, leaves: Sequence[Tensor]) -> list[Tensor]:
+        return self._outputs(self._native(leaves))
+
+    def run_saving(self, leaves: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
+        run = self._native(leaves)
+        return self._outputs(run), _MemberRun(self, run)
+
+    def pull_back(self, residual: _MemberRun, cotangents: Sequence[Tensor]) -> list[Tensor]:
+        plan = self.plan
+        given = {i: cotangents[i].contiguous() for i in plan.carry_needed}
+        carries = [{i: x[member] for i, x in given.items()} for member in range(self.size)]
+        packs = plan.pack.join_stacked(cotangents[plan.counts[1] :], tracked_only=True, lead=2)
+        params, carry, xs = residual.run.backward(carries, [[x[member] for x in packs] for member in range(self.size)])
+        return [*params, *map(torch.stack, zip(*carry, strict=True)), *xs]
+
+
+class _MemberRun:
+    """What the backward of a run of members needs; opaque to transforms."""
+
+    def __init__(self, plan: _Members, run: NativeRun) -> None:
+        self.plan, self.run = plan, run
 
 
 def _make_plan(step: Callable, trees: tuple, counts: tuple, shapes: tuple, needs: tuple, memory: str, mode: str) -> tuple[_Plan, Any]:
@@ -553,9 +627,14 @@ class _Scan(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, plan: _Plan, *leaves: Tensor) -> tuple:
+        if isinstance(plan, _Members):
+            raise RuntimeError("members of members are mapped by the step; this is a fault in frl")
+        if compiler.only_gradients() and plan.beside(plan.differentiable) is not None:
+            moved, dims = _batch_inputs(plan, leaves, in_dims[1:], info.batch_size, x_at=0)
+            outputs = _Scan.apply(_Members(plan, dims, info.batch_size), *moved)
+            return outputs, (*([0] * (len(outputs) - 1)), None)
         moved, dims = _batch_inputs(plan, leaves, in_dims[1:], info.batch_size)
-        mapped = plan.vmapped(dims, info.batch_size)
-        outputs = _Scan.apply(mapped, *moved)
+        outputs = _Scan.apply(plan.vmapped(dims, info.batch_size), *moved)
         n_carry = plan.counts[1]
         return outputs, (*([0] * n_carry), *([1] * (len(outputs) - 1 - n_carry)), None)
 
@@ -711,11 +790,15 @@ class _PullBack(Function):
                 given = [x if d is None else x.select(d, b) for x, d in zip(tensors[n_in:], dims[n_in:], strict=True)]
                 rows.append(_PullBack.apply(plan, residual, *tensors[:n_in], *given))
             return tuple(torch.stack(column) for column in zip(*rows, strict=True)), (0,) * len(rows[0])
-        moved, in_flat = _batch_inputs(plan, tensors[:n_in], dims[:n_in], info.batch_size)
-        mapped = plan.vmapped(in_flat, info.batch_size)
+        members = residual.plan if isinstance(residual, _MemberRun) and residual.plan is not plan else None
+        if isinstance(plan, _Members):
+            raise RuntimeError("members of members are mapped by the step; this is a fault in frl")
+        x_at = 1 if members is None else 0
+        moved, in_flat = _batch_inputs(plan, tensors[:n_in], dims[:n_in], info.batch_size, x_at)
+        mapped = plan.vmapped(in_flat, info.batch_size) if members is None else members
         given = []
         carry_needs = plan.needs[n_params : n_params + n_carry]
-        positions = [0] * sum(carry_needs) + [1] * (len(tensors) - n_in - sum(carry_needs))
+        positions = [0] * sum(carry_needs) + [x_at] * (len(tensors) - n_in - sum(carry_needs))
         for x, d, at in zip(tensors[n_in:], dims[n_in:], positions, strict=True):
             given.append(x.unsqueeze(at).expand(*x.shape[:at], info.batch_size, *x.shape[at:]) if d is None else x.movedim(d, at))
         grads = _PullBack.apply(mapped, residual, *moved, *given)
@@ -724,17 +807,17 @@ class _PullBack(Function):
         for i, g in zip([i for i, need in enumerate(plan.needs) if need], grads, strict=True):
             # The mapped step sums the gradient of an unmapped input over the members; only mapped inputs have one per member.
             out.append(g)
-            out_dims.append(1 if i >= n_params + n_carry else 0)
+            out_dims.append(x_at if i >= n_params + n_carry else 0)
         return tuple(out), tuple(out_dims)
 
 
-def _batch_inputs(plan: _Plan, leaves: Sequence[Tensor], dims: Sequence[int | None], size: int) -> tuple[list[Tensor], tuple[int | None, ...]]:
+def _batch_inputs(plan: _Plan, leaves: Sequence[Tensor], dims: Sequence[int | None], size: int, x_at: int = 1) -> tuple[list[Tensor], tuple[int | None, ...]]:
     """Move mapped dimensions to where the mapped step expects them, and map whatever must be: the carry always, and anything that needs a gradient."""
     n_params, n_carry, _, _ = plan.counts
     moved: list[Tensor] = []
     flat_dims: list[int | None] = []
     for i, (x, d) in enumerate(zip(leaves, dims, strict=True)):
-        at = 1 if i >= n_params + n_carry else 0
+        at = x_at if i >= n_params + n_carry else 0
         if d is not None:
             moved.append(x.movedim(d, at))
             flat_dims.append(0)
@@ -747,14 +830,21 @@ def _batch_inputs(plan: _Plan, leaves: Sequence[Tensor], dims: Sequence[int | No
     return moved, tuple(flat_dims)
 
 
-def _spread(plan: _Plan | _Shards, leaves: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
+def _spread(plan: _Plan | _Shards | _Members, leaves: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
     """Cotangents at their places among all outputs; the places of non-differentiable outputs are never read."""
     values = iter(given)
     return [next(values) if need else leaves[0] for need in plan.output_flags]
 
 
-def _eager_pull_back(plan: _Plan, tensors: Sequence[Tensor]) -> tuple:
+def _eager_pull_back(plan: _Plan | _Members, tensors: Sequence[Tensor]) -> tuple:
     """The same function as ``_PullBack`` computed by differentiating an eager loop."""
+    if isinstance(plan, _Members):
+        dims = (*plan.dims, *([0] * (len(tensors) - len(plan.dims))))
+
+        def one(*values: Any) -> tuple:
+            return _eager_pull_back(plan.plan, values)
+
+        return torch.func.vmap(one, in_dims=dims)(*tensors)
     n_in = sum(plan.counts[:3])
     n_params, n_carry, _, _ = plan.counts
     leaves, given = list(tensors[:n_in]), tensors[n_in:]

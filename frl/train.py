@@ -175,7 +175,7 @@ def train(
             state = algorithm.update(state, rollout)
             # The one transfer of an update: metrics and counters together.
             host = metrics_to_host({**state.metrics, **{f"counter/{k}": v for k, v in state.counters.items()}})
-        record = _advance(loop, host, config)
+        record = advance(loop, host, config)
         if compiler.graph_count() == graphs:
             loop.steady_seconds += time.perf_counter() - started
             loop.steady_steps += loop.global_step - before
@@ -197,7 +197,7 @@ def train(
             loop.next_eval_step = (loop.global_step // every + 1) * every
             log(metrics)
             show("evaluation", state, metrics, before, result)
-            best = _is_best(metrics, state, loop, config)
+            best = is_best(metrics, state, loop, config)
         if on_save is not None and (best or _save_due(config, before, loop, saved_at)):
             with phases("saving"):
                 on_save(state, loop, "best" if best else "periodic")
@@ -205,7 +205,7 @@ def train(
     return state, loop
 
 
-def _advance(loop: LoopState, host: dict[str, float], config: LoopConfig) -> dict[str, float]:
+def advance(loop: LoopState, host: dict[str, float], config: LoopConfig) -> dict[str, float]:
     """Take the metrics and counters of an update into the loop; the record of the update, which is now the last of the history."""
     counters = {k.removeprefix("counter/"): v for k, v in host.items() if k.startswith("counter/")}
     metrics = {k: v for k, v in host.items() if not k.startswith("counter/")}
@@ -223,7 +223,7 @@ def _advance(loop: LoopState, host: dict[str, float], config: LoopConfig) -> dic
     return record
 
 
-def _is_best(metrics: dict[str, float], state: TrainState, loop: LoopState, config: LoopConfig) -> bool:
+def is_best(metrics: dict[str, float], state: TrainState, loop: LoopState, config: LoopConfig) -> bool:
     """Whether an evaluation beats those before; the first finite value does. What it was is remembered."""
     value = metrics.get(config.best_eval_metric, math.nan)
     sign = 1 if config.best_eval_mode == "max" else -1

@@ -141,7 +141,7 @@ def test_a_function_that_changes_its_argument_is_refused_or_harmless():
     assert torch.equal(x, torch.zeros(2))
 
 
-def test_under_a_transform_the_function_itself_runs():
+def test_under_a_gradient_the_function_itself_runs():
     f = lambda w, x: torch.tanh(x @ w).square().sum()
     run, w, x = jit(f, mode=CAPTURED), draw(3, 2), draw(4, 3, seed=1)
     run(w, x)
@@ -149,12 +149,22 @@ def test_under_a_transform_the_function_itself_runs():
     assert torch.equal(grad(run)(w, x), grad(f)(w, x))
     assert torch.equal(jacrev(run)(w, x), jacrev(f)(w, x))
     assert torch.equal(vjp(run, w, x)[1](torch.ones((), dtype=w.dtype))[1], vjp(f, w, x)[1](torch.ones((), dtype=w.dtype))[1])
-    ws = torch.stack((w, 2 * w))
-    assert torch.equal(vmap(run, in_dims=(0, None))(ws, x), vmap(f, in_dims=(0, None))(ws, x))
     leaf = w.clone().requires_grad_()
     (g,) = torch.autograd.grad(run(leaf, x), leaf)
     assert torch.allclose(g, grad(f)(w, x))
     assert graph_count() == start
+
+
+def test_under_vmap_the_mapped_function_is_compiled():
+    f = lambda w, x: torch.tanh(x @ w).square().sum()
+    run, w, x = jit(f, mode=CAPTURED), draw(3, 2), draw(4, 3, seed=1)
+    ws = torch.stack((w, 2 * w))
+    start = graph_count()
+    for _ in range(2):
+        assert torch.allclose(vmap(run, in_dims=(0, None))(ws, x), vmap(f, in_dims=(0, None))(ws, x), rtol=1e-5)
+    assert graph_count() == start + 1
+    assert torch.equal(vmap(grad(run), in_dims=(0, None))(ws, x), vmap(grad(f), in_dims=(0, None))(ws, x))
+    assert graph_count() == start + 1
 
 
 @pytest.mark.usefixtures("no_fallback")

@@ -522,7 +522,6 @@ def test_experiment_names_stay_inside_the_output_directory(name: str) -> None:
         ("algorithm.cfg.device=cpu", "algorithm.cfg.device: is not set here; set trainer.device"),
         ("trainer.gym_config=x.yaml", "trainer.gym_config: belongs to the simulator path"),
         ("trainer.headless=true", "trainer.headless: belongs to the simulator path"),
-        ("population={size: 3}", "population: is not supported yet by this version"),
     ],
 )
 def test_unknown_keys(override: str, expected: str) -> None:
@@ -532,6 +531,22 @@ def test_unknown_keys(override: str, expected: str) -> None:
         with pytest.raises(ConfigError) as caught:
             with_value(path, 1)
         assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("population={size: 0}", "population.size"),
+        ("population=3", "population: got 3, expected a mapping with the keys size, seeds, hyper, chunk"),
+        ("population={size: 3, seeds: [1, 2]}", "population.seeds: expected 3 seeds, one for each member, got 2"),
+        ("population={size: 2, seeds: [1, 1]}", "different seeds"),
+        ("population={size: 3, hyper: {gamma: [0.9, 0.99]}}", "population.hyper.gamma: 3 members are no multiple of 2 values"),
+        ("population={size: 2, hyper: {gamma: [a, b]}}", "a non-empty list of numbers for gamma"),
+        ("population={sizes: 2}", "size"),
+    ],
+)
+def test_a_population_is_checked(override: str, expected: str) -> None:
+    assert expected in refusal(override)
 
 
 def test_unknown_keys_of_a_file_at_any_depth(tmp_path: Path) -> None:

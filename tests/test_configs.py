@@ -48,6 +48,8 @@ def small(path: Path, output_dir: Path) -> list[str]:
             values["algorithm.cfg.num_mini_batches"] = 2
     if config.trainer.enable_eval and config.trainer.eval_freq:
         values["trainer.eval_freq"] = steps
+    if config.population is not None:
+        values["population.size"] = math.lcm(*map(len, config.population.hyper.values()))
     if config.trainer.save_frequency_updates:
         values["trainer.save_frequency_updates"] = 1
     return [f"{name}={value}" for name, value in values.items()]

@@ -136,7 +136,8 @@ def apg_gradient(
         probe: zeros ``[T, N, A]`` for an ``unroll`` that takes ``probe=``: its gradient, the action adjoints, is returned too.
 
     Returns:
-        ``(grads, aux)``: aux has ``loss``, ``objective``, ``entropy`` (0-d), ``env_state``, ``trajectory`` (detached) and ``adjoint`` (``()`` without a probe).
+        ``(grads, aux)``: aux has ``loss``, ``objective``, ``entropy`` (0-d), ``env_state``, ``trajectory`` (constants of this gradient) and ``adjoint``
+        (``()`` without a probe).
     """
     extra = dict(unroll_kwargs or {})
     probing = not (isinstance(probe, tuple) and probe == ())
@@ -150,11 +151,12 @@ def apg_gradient(
             extra["probe"] = probe
         env_state, trajectory = unroll(tree.unflatten(structure, leaves), norm_state, rollout.env_state, rollout.env_params, rollout.noise, **extra)
         terms = apg_loss(trajectory, gamma, ent_coef, complete=complete, objective_scale=rollout.objective_scale)
-        values = (tree.detach(terms), tree.detach(env_state), tree.detach(trajectory))
-        if any(compiler.is_transformed(x) for x in tree.leaves(values)):
-            return terms.loss, values
-        # Plain values need not pass through the transform, which would wrap and unwrap every one of them.
-        found[:] = [tree.map(compiler.plain, values)]
+        values = (terms, env_state, trajectory)
+        if compiler.is_tracing():
+            return terms.loss, tree.detach(values)
+        # Constants of this gradient, but not of one that the whole update is differentiated by. They need not pass through the transform, which would wrap and
+        # unwrap every one of them.
+        found[:] = [tree.map(compiler.cut, values)]
         return terms.loss, ()
 
     (grads, adjoint), aux = torch.func.grad(loss, argnums=(0, 1), has_aux=True)(leaves, probe) if probing else _without_probe(loss, leaves)

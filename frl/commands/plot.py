@@ -39,6 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Draw; returns the exit code."""
     from frl.plots import SUFFIXES, plot_curves
     from frl.records import find_runs, read_run
+    from frl.run_directory import POPULATION
 
     output = None if arguments.output is None else Path(arguments.output)
     if output is not None and output.suffix and output.suffix.lower() not in SUFFIXES:
@@ -58,7 +59,8 @@ def run(arguments: argparse.Namespace) -> int:
         what = "no values of " + " or ".join(metrics or LABELS) + (" with times" if arguments.x == "seconds" else "")
         raise ValueError(f"there is nothing to draw: {', '.join(str(r.path) for r in records)} {'has' if len(records) == 1 else 'have'} {what} yet")
     if output is None:
-        output = (found[0] if len(found) == 1 else Path()) / "learning_curves"
+        one = found[0] if len(found) == 1 else Path(arguments.runs[0]) if len(asked) == 1 and (Path(arguments.runs[0]) / POPULATION).is_file() else Path()
+        output = one / "learning_curves"
     files = [output] if output.suffix else [output.with_name(output.name + suffix) for suffix in SUFFIXES]
     names = list(dict.fromkeys(record.name for record in records))
     title = (names[0] if len(names) == 1 else "") if arguments.title is None else arguments.title

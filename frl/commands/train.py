@@ -8,8 +8,9 @@ import sys
 import warnings
 from typing import Any
 
+from frl.commands import plot
 from frl.commands.options import count
-from frl.commands.tables import print_table
+from frl.commands.tables import number, print_table
 
 
 def add(commands: Any) -> argparse.ArgumentParser:
@@ -52,6 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"frl: {interrupt}", file=sys.stderr)
         return interrupt.exit_code
     _report(summary)
+    if "members" in summary and summary["train_history"]:
+        plot.run(argparse.Namespace(runs=[summary["run_directory"]], metrics=[], x="steps", band="std", title=None, output=None))
     return 0
 
 
@@ -86,9 +89,23 @@ def _report(summary: dict[str, Any]) -> None:
     Console(soft_wrap=True).print(table)
     if summary["phases"]:
         _print_phases(summary["phases"])
+    if "members" in summary:
+        _print_ranking(summary)
     print(f"run: {summary['run_directory']}")  # a table cuts at the width of the terminal
     if summary["status"] in ("stopped", "interrupted"):
         print(f"{summary['status']} before its budget; go on with --resume latest --run {summary['run_directory']}")
+
+
+def _print_ranking(summary: dict[str, Any]) -> None:
+    print(f"\nmembers by {summary['score_name']} of their best state; the figures above are those of the first")
+    names = list(summary["members"][0]["hyper"])
+    rows = []
+    for rank, member in enumerate(summary["members"], 1):
+        steps, skipped = number(member["best_global_step"]), str(member["skipped_updates"])
+        rows.append(
+            [str(rank), str(member["member"]), number(member["score"]), str(member["seed"]), *(f"{member['hyper'][n]:g}" for n in names), steps, skipped]
+        )
+    print_table(["rank", "member", "score", "seed", *names, "env steps", "skipped"], rows, text_columns=0)
 
 
 def _print_phases(rows: list[dict[str, Any]]) -> None:
