@@ -104,9 +104,11 @@ def settings(task: str, algorithm: str, seed: int) -> list[str]:
 
 
 def fingerprint(task: str, algorithm: str, seed: int) -> str:
-    """Of the run file and the settings: another one is another run."""
-    text = run_file(task, algorithm).read_text(encoding="utf-8") + "\n".join(settings(task, algorithm, seed))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    """Of all settings of a run: another one is another run."""
+    from frl.config import dump_run_config, load_run_config
+
+    config = dump_run_config(load_run_config(run_file(task, algorithm), settings(task, algorithm, seed)))
+    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def result_file(runs: Path, task: str, algorithm: str, seed: int) -> Path:
@@ -227,7 +229,7 @@ def draw(results: Sequence[Mapping[str, Any]], path: Path) -> None:
     """A column for each task; return against environment steps above, against seconds below."""
     import numpy as np
     from matplotlib.figure import Figure
-    from matplotlib.ticker import EngFormatter
+    from matplotlib.ticker import EngFormatter, NullFormatter
 
     tasks = [task for task in TASKS if any(row["task"] == task for row in results)]
     figure = Figure(figsize=(3.2 * len(tasks) + 0.4, 5.6), dpi=110, layout="constrained")
@@ -236,15 +238,15 @@ def draw(results: Sequence[Mapping[str, Any]], path: Path) -> None:
         for row in (row for row in results if row["task"] == task):
             color, name = ALGORITHMS[row["algorithm"]], row["algorithm"].upper()
             for ax, key in zip(axes[:, column], ("env_steps", "seconds"), strict=True):
-                places = [np.array([point[key] for point in curve]) for curve in row["curves"]]
-                values = [np.array([point["return"] for point in curve]) for curve in row["curves"]]
-                shared = np.unique(np.concatenate(places))
-                shared = shared[(shared >= max(x[0] for x in places)) & (shared <= min(x[-1] for x in places))]
-                lines = np.stack([np.interp(shared, x, y) for x, y in zip(places, values, strict=True)])
-                ax.plot(shared, np.median(lines, 0), color=color, linewidth=1.6, label=name)
-                ax.fill_between(shared, lines.min(0), lines.max(0), color=color, alpha=0.2, linewidth=0)
+                # The runs of one row have their evaluations after the same numbers of environment steps.
+                count = min(len(curve) for curve in row["curves"])
+                places, values = (np.array([[point[what] for point in curve[:count]] for curve in row["curves"]]) for what in (key, "return"))
+                middle = np.median(places, 0)
+                ax.plot(middle, np.median(values, 0), color=color, linewidth=1.6, label=name)
+                ax.fill_between(middle, values.min(0), values.max(0), color=color, alpha=0.2, linewidth=0)
         axes[0, column].set(title=task, xlabel="env steps", xscale="log")
         axes[0, column].xaxis.set_major_formatter(EngFormatter(sep=""))
+        axes[0, column].xaxis.set_minor_formatter(NullFormatter())
         axes[1, column].set(xlabel="seconds, with compilation")
         axes[1, column].set_xlim(left=0)
     for ax in axes.flat:
