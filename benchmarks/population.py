@@ -6,7 +6,8 @@
   as a member has, and against 32 vmapped seeds of rejax.
 
 Method: a process for each side; blocks of about a second alternate (:mod:`timing`). All sides may use all processors: ours have ``--threads``, XLA takes what
-it takes. Ratios are of env steps per second of the wall clock, and of the same rounds. Compilation is apart: ``compile_ratio`` is that of the population's
+it takes. Ratios are of env steps per second of the wall clock, and of the same rounds; on a machine that others use ``cpu_rates``, per second of processor time
+over all threads, are the steadier figures. Compilation is apart: ``compile_ratio`` is that of the population's
 first update, compiling included, to the first update of one member alone; ``memory_mib`` is the peak over that of the imports.
 The peers live in an environment that ``bash benchmarks/peers/setup jax`` makes; without it their figures are ``null``.
 
@@ -58,7 +59,7 @@ def main() -> None:
     for task, found in results.items():
         row[f"{task}_vs_{'jax' if task == 'apg' else 'rejax'}"] = found["vs_peer"]
         row[f"{task}_vs_own_2048"] = found["vs_own_2048"]
-        row.update({f"{task}_{name}": found[name] for name in ("rates", "compile_ratio", "memory_mib", "member_state_mib")})
+        row.update({f"{task}_{name}": found[name] for name in ("rates", "cpu_rates", "compile_ratio", "memory_mib", "member_state_mib")})
     timing.emit({**row, **conditions}, args.out)
 
 
@@ -86,7 +87,9 @@ def measure(args: argparse.Namespace, task: str) -> dict[str, Any]:
         rates = timing.alternate(workers, 3 if args.quick else 9)
         ready = {side: worker.ready for side, worker in workers.items()}
     against = lambda other: statistics.median([a / b for a, b in zip(rates["members"], rates[other], strict=True)]) if other in rates else None
+    cpu = {side: statistics.median(worker.cpu_rates) for side, worker in workers.items()}
     return {
+        "cpu_rates": cpu,
         "rates": {side: statistics.median(values) for side, values in rates.items()},
         "vs_peer": against("peer"),
         "vs_own_2048": against("own_2048"),
