@@ -34,6 +34,7 @@ sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != Path(
 STEPS = 64  # of one call
 HORIZON = 32  # of the gradient that is checked
 SHORT = 8  # of the gradients that are timed
+PARTS = ("stepping", "training", "gradients")
 SIDES = ("frl", "sync", "async")
 VARIANTS = {"central": {}, "one-sided": {"centered": False}, "one-sided Euler": {"centered": False, "gradient_integrator": "euler"}}
 
@@ -41,6 +42,7 @@ VARIANTS = {"central": {}, "one-sided": {"centered": False}, "one-sided Euler": 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-envs", type=int, default=64)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure (default: all)")
     parser.add_argument("--quick", action="store_true", help="3 short rounds instead of 7: a trial, not a measurement")
     parser.add_argument("--cache", help="folder that keeps compiled kernels for the next call (default: a new one each time)")
     parser.add_argument("--out", help="append the JSON line to this file")
@@ -70,42 +72,43 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             return worker
 
         rounds = 3 if args.quick else 7
-        stepping = timing.alternate({(side, n): start(side, n) for side in SIDES for n in (1, 2)}, rounds)
-        training = timing.alternate({(variant, 2): start(variant, 2) for variant in VARIANTS}, rounds)
-    ours, sync, asynchronous = (timing.best({key: stepping[key] for key in stepping if key[0] == side}) for side in SIDES)
+        found: dict[str, Any] = {}
+        if "stepping" in args.parts:
+            found |= stepping(timing.alternate({(side, n): start(side, n) for side in SIDES for n in (1, 2)}, rounds))
+        if "training" in args.parts:
+            rates = timing.alternate({variant: start(variant, 2) for variant in VARIANTS}, rounds)
+            found["gradient_env_steps_per_s"] = {variant: statistics.median(values) for variant, values in rates.items()}
+    if "gradients" in args.parts:
+        found["gradient_error"] = gradient_error(4 if args.quick else 16)
+    return {"benchmark": "mujoco", "env": "Hopper-v5", "num_envs": args.num_envs, **found, **conditions, "loadavg_after": os.getloadavg()[0]}
 
-    def ratio(other: Any) -> dict[str, Any]:
-        pairs = [a / b for a, b in zip(stepping[ours], stepping[other], strict=True)]
-        return {"ratio": statistics.median(stepping[ours]) / statistics.median(stepping[other]), "spread": timing.spread(pairs)}
 
-    return {
-        "benchmark": "mujoco",
-        "env": "Hopper-v5",
-        "num_envs": args.num_envs,
-        "env_steps_per_s": {f"{side}_{n}_threads": statistics.median(rates) for (side, n), rates in stepping.items()},
-        "over_sync": ratio(sync),
-        "over_async": ratio(asynchronous),
-        "gradient_env_steps_per_s": {variant: statistics.median(rates) for (variant, _), rates in training.items()},
-        "gradient_error": gradient_error(4 if args.quick else 16),
-        **conditions,
-        "loadavg_after": os.getloadavg()[0],
-    }
+def stepping(rates: dict[tuple[str, int], list[float]]) -> dict[str, Any]:
+    """Rates of all sides, and ratios of ours to the others', each with its better number of threads."""
+    ours, *others = (timing.best({key: rates[key] for key in rates if key[0] == side}) for side in SIDES)
+    found: dict[str, Any] = {"env_steps_per_s": {f"{side}_{n}_threads": statistics.median(values) for (side, n), values in rates.items()}}
+    for other in others:
+        pairs = [a / b for a, b in zip(rates[ours], rates[other], strict=True)]
+        found[f"over_{other[0]}"] = {"ratio": statistics.median(rates[ours]) / statistics.median(rates[other]), "spread": timing.spread(pairs)}
+    return found
 
 
 def table(row: dict[str, Any]) -> str:
     """The figures for people."""
-    rates, errors = row["env_steps_per_s"], row["gradient_error"]
-    best = {side: max(value for name, value in rates.items() if name.startswith(f"{side}_")) for side in SIDES}
     lines = [f"Hopper-v5, N={row['num_envs']}, load {row['loadavg']:.1f} before and {row['loadavg_after']:.1f} after"]
-    lines += [f"  {side:<6} {best[side]:>9,.0f} env steps/s" for side in SIDES]
-    for name, wanted in (("sync", 3), ("async", 1.5)):
-        found = row[f"over_{name}"]
-        lines.append(f"  frl over {name}: {found['ratio']:.2f} ({found['spread'][0]:.2f} to {found['spread'][1]:.2f}), wanted at least {wanted}")
-    lines += [f"  gradient, {name}: {value:,.0f} env steps/s" for name, value in row["gradient_env_steps_per_s"].items()]
-    lines.append(
-        f"  gradient against central differences of mj_step, {HORIZON} steps, {errors['rows']} rows that all land: "
-        f"relative error at most {errors['largest']:.1e}, median {errors['median']:.1e}, wanted at most 1e-5"
-    )
+    if "env_steps_per_s" in row:
+        rates = row["env_steps_per_s"]
+        lines += [f"  {side:<6} {max(rate for name, rate in rates.items() if name.startswith(f'{side}_')):>9,.0f} env steps/s" for side in SIDES]
+        for name, wanted in (("sync", 3), ("async", 1.5)):
+            found = row[f"over_{name}"]
+            lines.append(f"  frl over {name}: {found['ratio']:.2f} ({found['spread'][0]:.2f} to {found['spread'][1]:.2f}), wanted at least {wanted}")
+    lines += [f"  gradient, {name}: {value:,.0f} env steps/s" for name, value in row.get("gradient_env_steps_per_s", {}).items()]
+    if "gradient_error" in row:
+        errors = row["gradient_error"]
+        lines.append(
+            f"  gradient against central differences of mj_step, {HORIZON} steps, {errors['rows']} rows that all land: "
+            f"relative error at most {errors['largest']:.1e}, median {errors['median']:.1e}, wanted at most 1e-5"
+        )
     return "\n".join(lines)
 
 
