@@ -92,10 +92,12 @@ TRIED = {
     "(no faster, slower to compile); carry in one tensor (nothing); bias as a row of ones (slower); weight gradients in one product at the end (slower)",
     "apg_large": "rows in shards, one thread each; rows in the last dimension; saved activations instead of recomputation; resets and noise in one block "
     "before time starts; several steps in one graph (no faster)",
-    "cold": "one step compiled for any horizon; the C++ compiler works on one graph while the next is captured; random words as one operation",
+    "cold": "the first update eager; one step compiled for any horizon; all graphs captured before the first runs, the C++ compiler in the background; one "
+    "precompiled header; random words as one operation",
     "optimizer": "the whole step in one compiled graph; new parameters and moments cost memory traffic that an update in place does not have",
     "clip": "clip and statistics inside the compiled step",
-    "ppo": "collection and each minibatch compiled; permutations from keys",
+    "ppo": "collection and each minibatch compiled; permutations from keys; advantages in one pass; bools read by vectors. Half of an update is matrix products "
+    "at the processor's peak; writing the bias by vectors changed nothing, for that is bound by memory",
     "memory": "recomputation from about sqrt(T) boundaries",
 }
 
