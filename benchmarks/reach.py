@@ -96,7 +96,7 @@ TRIED = {
     "precompiled header; random words as one operation",
     "optimizer": "the whole step in one compiled graph; new parameters and moments cost memory traffic that an update in place does not have",
     "clip": "clip and statistics inside the compiled step",
-    "ppo": "collection and each minibatch compiled; permutations from keys; advantages in one pass; bools read by vectors. Half of an update is matrix products "
+    "ppo": "collection and each minibatch compiled; permutations from keys; advantages in one pass; bools read by vectors. Half of an update is products "
     "at the processor's peak; writing the bias by vectors changed nothing, for that is bound by memory",
     "memory": "recomputation from about sqrt(T) boundaries",
 }
