@@ -730,8 +730,10 @@ def jit(fn: Callable, *, mode: str = "inductor") -> Callable:
     def call(*args: Any) -> Any:
         leaves, structure = tree.flatten(args)
         tensors = [x for x in leaves if isinstance(x, Tensor)]
+        if mode == "eager" or is_tracing():
+            return fn(*args)
         transformed = any(map(is_transformed, tensors))
-        if mode == "eager" or is_tracing() or (transformed and (mode == "dynamo" or any(map(is_tracked, tensors)))):
+        if transformed and (mode == "dynamo" or any(map(is_tracked, tensors))):
             return fn(*args)
         key = (structure, _signature(leaves))
         if key not in cache and closes_over_history(fn):
