@@ -83,13 +83,14 @@ def build_actor(config: RunConfig, *, num_envs: int, source: str = "RunConfig") 
     return ActorParts(env=env, policy=policy, normalizer=normalizer)
 
 
-def build_run(config: RunConfig, *, source: str = "RunConfig", schedule_updates: int | None = None) -> RunParts:
+def build_run(config: RunConfig, *, source: str = "RunConfig", schedule_updates: int | None = None, members: int = 1) -> RunParts:
     """Build environments, policy and algorithm of a run file; nothing is written.
 
     Args:
         config: of :func:`frl.load_run_config`.
         source: what messages call it, for a file its path.
         schedule_updates: length of a learning-rate schedule that has none of its own; the whole budget by default.
+        members: how many states an update will have, in a population.
 
     Raises:
         ConfigError: names that are not registered and values that the parts refuse, with their key path.
@@ -97,7 +98,7 @@ def build_run(config: RunConfig, *, source: str = "RunConfig", schedule_updates:
     Host environments are open in what is returned: call ``close`` when the run is over.
     """
     with ExitStack() as opened:
-        parts = _build(config, source, schedule_updates, opened)
+        parts = _build(config, source, schedule_updates, members, opened)
         opened.pop_all()
     return parts
 
@@ -137,7 +138,7 @@ def _build_policy(config: RunConfig, source: str, env: VecEnv | HostEnv) -> tupl
     return policy, empirical_normalizer(policy.obs_dim) if getattr(policy, "actor_obs_normalization", False) else None
 
 
-def _build(config: RunConfig, source: str, schedule_updates: int | None, opened: ExitStack) -> RunParts:
+def _build(config: RunConfig, source: str, schedule_updates: int | None, members: int, opened: ExitStack) -> RunParts:
     cfg = config.trainer
     _prepare(config, source)
     if not isinstance(config.algorithm.cfg, Mapping):  # a registered algorithm reads its own settings
@@ -171,7 +172,7 @@ def _build(config: RunConfig, source: str, schedule_updates: int | None, opened:
 
     with _refused(source, "algorithm"):
         algorithm = build(cfg.compile_mode)
-        if cfg.eager_first_update and cfg.compile_mode != "eager" and isinstance(env, VecEnv) and horizon <= MOST_STEPS:
+        if cfg.eager_first_update and cfg.compile_mode != "eager" and isinstance(env, VecEnv) and horizon * members <= MOST_STEPS:
             algorithm = eager_first_update(algorithm, build("eager"))
     loop_config = LoopConfig(
         total_updates=updates,

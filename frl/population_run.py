@@ -128,7 +128,7 @@ class _PopulationRun:
         configs = member_configs(config, label)
         saved = [None if resumed is None else SavedRun.find("latest", resumed / "members" / _number(i)) for i in range(self.size)]
         schedule = bind_schedule(configs[0], label, saved[0], False)
-        self.parts: RunParts = build_run(configs[0], source=label, schedule_updates=schedule["updates"])
+        self.parts: RunParts = build_run(configs[0], source=label, schedule_updates=schedule["updates"], members=len(configs))
         opened.callback(self.parts.close)
         if isinstance(self.parts.env, HostEnv):
             raise ConfigError(label, ["population: the rows of a host environment cannot be played by several members; take a functional environment"])

@@ -43,11 +43,11 @@ def test_the_first_update_compiles_nothing_and_is_the_compiled_one_to_rounding(t
 
 
 def test_large_updates_are_never_eager(tmp_path: Path):
-    rows = MOST_STEPS // 8 + 1
-    algorithm = build_run(tiny(tmp_path, compile_mode="aot_eager", num_envs=rows, segment_length=8)).algorithm
-    graphs = compiler.graph_count()
-    algorithm.collect(algorithm.init(rng.key(0)))
-    assert compiler.graph_count() > graphs
+    for rows, members in ((MOST_STEPS // 8 + 1, 1), (2, MOST_STEPS // 16 + 1)):
+        algorithm = build_run(tiny(tmp_path, compile_mode="aot_eager", num_envs=rows, segment_length=8), members=members).algorithm
+        graphs = compiler.graph_count()
+        algorithm.collect(algorithm.init(rng.key(0)))
+        assert compiler.graph_count() > graphs
 
 
 def test_it_repeats(tmp_path: Path):
