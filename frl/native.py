@@ -763,12 +763,6 @@ class Loop:
         lines += [f"  std::memcpy(b{index}, b{x.storage.index} + {x.offset}, {x.nbytes});" for x, index in side.copies]
         self._builds.append(_Build(_source(backward, [*lines, "}"])))
 
-    def load(self) -> None:
-        """Wait for the compiler now and not at the first run."""
-        for which, build in enumerate(self._builds):
-            if which not in self._calls:
-                self._calls[which] = build.load()
-
     def once(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Results of a single run of a program without carry and xs."""
         return [x[0] for x in self.members([inputs])]

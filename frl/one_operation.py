@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,11 +31,8 @@ def as_one_operation(on: bool) -> Iterator[None]:
 
 
 @functools.cache
-def start_compiling(source: str) -> Callable[[], Any]:
-    """Have C++ compiled in the background; the result waits for the library."""
+def library(source: str) -> Any:
+    """C++ that needs nothing of torch, compiled and loaded, for a call from Python; a native loop has the source in its own library."""
     from torch._inductor.codecache import CppCodeCache
 
-    pool = ThreadPoolExecutor(1)
-    wait = CppCodeCache.load_async(source, "cpu", pool.submit, needs_vec_isa=True)
-    pool.shutdown(wait=False)
-    return wait
+    return CppCodeCache.load(source, needs_vec_isa=False)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from frl.one_operation import start_compiling
+from frl.one_operation import library
 
 SOURCE = r"""
 #include <cstdint>
@@ -84,7 +84,7 @@ def philox(c1: Tensor, c3: Tensor, k0: Tensor, k1: Tensor, c0: int, c2: int) -> 
     shape, strides = layout(c1, c3, k0, k1)
     out = torch.empty((*shape, 4), dtype=torch.int64)
     if out.numel():
-        start_compiling(SOURCE)().frl_philox(
+        library(SOURCE).frl_philox(
             len(shape),
             (ctypes.c_int64 * len(shape))(*shape),
             (ctypes.c_int64 * len(strides))(*strides),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from frl.one_operation import start_compiling
+from frl.one_operation import library
 
 SOURCE = r"""
 #include <cstdint>
@@ -60,10 +60,9 @@ def operation(x: Tensor, factor: Tensor, linked: Tensor) -> Tensor:
     """Contiguous ``x`` and ``linked [T, ...]``; ``factor`` of one element, or contiguous with the shape of a step."""
     y = torch.empty_like(x)
     if x.numel():
-        library = start_compiling(SOURCE + _ENTRIES)()
         pointers = [ctypes.c_void_p(v.data_ptr()) for v in (x, factor, linked, y)]
         steps, stride = x.shape[0], int(factor.numel() > 1)
-        getattr(library, f"frl_suffix_sums_{NAMES[x.dtype]}")(
+        getattr(library(SOURCE + _ENTRIES), f"frl_suffix_sums_{NAMES[x.dtype]}")(
             ctypes.c_int64(steps), ctypes.c_int64(x.numel() // steps), *pointers[:2], ctypes.c_int64(stride), *pointers[2:]
         )
     return y
