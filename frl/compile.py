@@ -35,6 +35,7 @@ _warned = False
 _broken = False
 _proven = False  # the C++ compiler has made a library
 _careful = False  # probe the compiler's vector instruction sets before use
+_ONE_THREAD = 8192  # elements of the largest tensor of a small graph
 
 
 def graph_count() -> int:
@@ -319,9 +320,15 @@ def _generate(
     options: dict[str, Any] = {"size_asserts": False, "alignment_asserts": False}
     if threads is not None:
         options["cpp.threads"] = threads
-    with config.patch(options), native.deferring_kernels(), _one_handler(), torch.no_grad():
+    with config.patch(options), native.deferring_kernels(), _one_handler(), _apart(), torch.no_grad():
         code = compile_fx_inner(graph, examples, is_backward=backward, is_inference=inference)
     return getattr(code, "current_callable", None) or code
+
+
+def _one_if_small(graph: Any) -> int | None:
+    """1 for a graph without a tensor that is worth two threads: they would meet after every operation."""
+    sizes = [value.numel() for node in graph.graph.nodes if isinstance(value := node.meta.get("val"), Tensor)]
+    return 1 if max(sizes, default=0) <= _ONE_THREAD else None
 
 
 def _one_handler() -> Any:
@@ -335,6 +342,20 @@ def _one_handler() -> Any:
     except (ImportError, AttributeError, TypeError):
         return contextlib.nullcontext()
     return mock.patch.object(Handler, "__init__", return_value=None) if Handler() is only else contextlib.nullcontext()
+
+
+def _apart() -> Any:
+    """A context in which Inductor does not put products and biases on a CPU together again."""
+    from unittest import mock
+
+    try:
+        from torch._inductor.fx_passes import post_grad
+
+        apart = post_grad.should_prefer_unfused_addmm
+    except (ImportError, AttributeError):
+        return contextlib.nullcontext()
+    on_cpu = lambda match: match.kwargs["inp"].meta["val"].device.type == "cpu"
+    return mock.patch.object(post_grad, "should_prefer_unfused_addmm", lambda match: on_cpu(match) or apart(match))
 
 
 def _finished(call: Callable[[list], Sequence]) -> Callable[[list], Sequence]:
@@ -365,7 +386,7 @@ def _fake(tensors: Sequence[Tensor], device: str | None = None) -> list[Tensor]:
 def _decompositions() -> dict:
     from torch._inductor.decomposition import select_decomp_table
 
-    return {**select_decomp_table(), torch.ops.aten.tanh.default: _tanh, torch.ops.aten.mm.default: _thin_mm, torch.ops.aten.addmm.default: _thin_addmm}
+    return {**select_decomp_table(), torch.ops.aten.tanh.default: _tanh, torch.ops.aten.mm.default: _thin_mm, torch.ops.aten.addmm.default: _split_addmm}
 
 
 def _thin_mm(a: Tensor, b: Tensor) -> Tensor:
@@ -375,7 +396,7 @@ def _thin_mm(a: Tensor, b: Tensor) -> Tensor:
     """
     if 1 < b.shape[1] < 16 <= a.shape[0] and a.shape[1] > 16:
         return torch.mm(b.t(), a.t()).t()
-    if a.shape[1] > 4 or a.shape[1] == 0 or not a.is_floating_point():
+    if a.shape[1] > 4 or a.shape[1] == 0 or not a.is_floating_point() or b.stride(1) != 1:
         return NotImplemented
     out = a[:, 0:1] * b[0:1]
     for k in range(1, a.shape[1]):
@@ -383,9 +404,9 @@ def _thin_mm(a: Tensor, b: Tensor) -> Tensor:
     return out
 
 
-def _thin_addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    """The transposed product of :func:`_thin_mm` where it is one, and the bias with what follows."""
-    if (beta, alpha) != (1, 1) or not 1 < b.shape[1] < 16:
+def _split_addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    """The bias goes with what follows a product: the library would have it written first, read and added to."""
+    if (beta, alpha) != (1, 1):
         return NotImplemented
     return bias + torch.mm(a, b)
 
@@ -527,22 +548,33 @@ class Kernel:
 
         def build() -> native.Loop:
             if not differentiable:
-                call = _generate(self._graph(), _fake(self.examples), inference=True, threads=threads)
-                self._generated = {"infer": call} if threads is None else {}
-                return native.Loop(native.trace(call, self.examples, threads), counts)
+                return native.Loop(self.program(threads), counts)
             forward, backward = self._joint()
-            call = _generate(forward, _fake(self.examples), threads=threads)
-            self._generated = {"forward": call, "backward": backward} if threads is None else {}
-            program = native.trace(call, self.examples, threads)
+            number = threads or _one_if_small(forward)
+            call = _generate(forward, _fake(self.examples), threads=number)
+            self._generated = {"forward": call, "backward": backward} if number is None else {}
+            program = native.trace(call, self.examples, number)
             loop = native.Loop(program, counts)
             saved = [torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device="meta") for x in program.outputs[self._n_out :]]
             given = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x, need in zip(program.outputs, self.out_needs, strict=False) if need]
             examples = _fake([*saved, *given], "cpu")
-            program = native.trace(_generate(backward, examples, backward=True, threads=threads), examples, threads)
+            program = native.trace(_generate(backward, examples, backward=True, threads=number), examples, number)
             loop.add_backward(program, self.needs, self.out_needs, self.present)
             return loop
 
         return _attempt(make, self._name)
+
+    def program(self, threads: int | None) -> native.Program:
+        """What the function does without a gradient, by native code for so many threads (torch's number by default).
+
+        Raises:
+            native.Unsupported: it does something that native code has no words for.
+        """
+        graph = self._graph()
+        threads = threads or _one_if_small(graph)
+        call = _generate(graph, _fake(self.examples), inference=True, threads=threads)
+        self._generated = {"infer": call} if threads is None else {}
+        return native.trace(call, self.examples, threads)
 
     def _torch_compile(self) -> Callable:
         if self._dynamo is None:

@@ -94,7 +94,8 @@ class Sym:
 @dataclass
 class Program:
     """Calls in order: ``("mm", a, b, out)``, ``("addmm", a, b, out, bias)``, ``("bmm", a, b, out)``, ``("philox", operands, out, c0, c2)``,
-    ``("cumsum", x, out, dim)``, ``("suffix_sums", x, factor, linked, out)`` or ``("kernel", name, arguments)``."""
+    ``("cumsum", x, out, dim)``, ``("sort", x, out)``, ``("suffix_sums", x, factor, linked, out)``, ``("kernel", name, arguments)``, and
+    ``("beside", lists)``: lists of calls that run side by side, a thread each."""
 
     storages: list[Storage]
     inputs: list[Sym]
@@ -102,6 +103,15 @@ class Program:
     calls: list[tuple] = field(default_factory=list)
     kernels: dict[str, tuple[list[str], str]] = field(default_factory=dict)  # name: C types of the arguments, source
     threads: int = 1  # for the calls that are no kernels
+
+    def every_call(self) -> Iterator[tuple]:
+        """All calls, those that run side by side one by one."""
+        for call in self.calls:
+            if call[0] == "beside":
+                for calls in call[1]:
+                    yield from calls
+            else:
+                yield call
 
 
 class _Kernel:
@@ -146,9 +156,10 @@ def compile_kernels(call: Callable) -> None:
 class _Torch:
     """The module ``torch`` with the operations that native code replaces."""
 
-    def __init__(self, cumsum: Callable, **ours: Callable) -> None:
+    def __init__(self, cumsum: Callable, sort: Callable, **ours: Callable) -> None:
         space = types.SimpleNamespace
-        self.ops = space(frl=space(**{name: space(default=function) for name, function in ours.items()}), aten=space(cumsum=space(default=cumsum)))
+        aten = space(cumsum=space(default=cumsum), sort=space(stable=sort))
+        self.ops = space(frl=space(**{name: space(default=function) for name, function in ours.items()}), aten=aten)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -241,6 +252,14 @@ def trace(call: Callable, examples: Sequence[Tensor], threads: int | None = None
         program.calls.append(("cumsum", x, out, dim % len(x.shape)))
         return out
 
+    def sort(x: Any, *, stable: bool, dim: int, descending: bool) -> tuple[Sym]:
+        x = known(x)
+        if x.dtype != torch.int64 or not x.contiguous or not x.shape or dim % len(x.shape) != len(x.shape) - 1 or descending:
+            raise Unsupported(f"sort of {x.dtype} {x.shape} along {dim}")
+        out = empty(x.shape, _dense(x.shape), x.dtype)
+        program.calls.append(("sort", x, out))
+        return (out,)  # values alone: code that reads the order too finds no second result
+
     names = dict(call.__globals__)  # pyright: ignore[reportFunctionMemberAccess]
     for name, kernel in [*names.get("_frl_kernels", {}).items(), *((n, k) for n, k in names.items() if isinstance(k, _Kernel))]:
 
@@ -249,7 +268,7 @@ def trace(call: Callable, examples: Sequence[Tensor], threads: int | None = None
             program.calls.append(("kernel", name, [known(x) for x in args]))
 
         names[name] = record
-    names.update(empty_strided_cpu=empty, reinterpret_tensor=view, extern_kernels=Products(), torch=_Torch(cumsum, philox=random_words, suffix_sums=sums))
+    names.update(empty_strided_cpu=empty, reinterpret_tensor=view, extern_kernels=Products(), torch=_Torch(cumsum, sort, philox=random_words, suffix_sums=sums))
     function = getattr(call, "__func__", call)
     recorded = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     owner = [call.__self__] if hasattr(call, "__self__") else []  # pyright: ignore[reportFunctionMemberAccess]
@@ -271,6 +290,7 @@ _PREFIX = """
 #endif
 #include <cstring>
 #include <exception>
+#include <stdexcept>
 #define FRL_GEMM(name, T) extern "C" void name( \
     const char*, const char*, const int*, const int*, const int*, const T*, const T*, const int*, const T*, const int*, const T*, T*, const int*);
 FRL_GEMM(sgemm_, float)
@@ -308,11 +328,44 @@ static inline char* place_of(const Table& f, int i, int64_t t) { return f.base[i
 template <typename T> static inline void accumulate(T* total, const T* x, int64_t n) { for (int64_t i = 0; i < n; ++i) total[i] += x[i]; }
 """
 
+_SORT = r"""
+#include <algorithm>
+#include <memory>
+// Each of `rows` rows of `n` numbers in ascending order: by their digits, the lowest first.
+static void frl_sort(int64_t rows, int64_t n, const int64_t* x, int64_t* y, int threads) {
+  constexpr int bits = 11, passes = 6, size = 1 << bits;
+  #pragma omp parallel for num_threads(threads) if (threads > 1 && rows > 1)
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t* const from = x + row * n;
+    int64_t* const to = y + row * n;
+    std::copy(from, from + n, to);
+    if (n < 1024) { std::sort(to, to + n); continue; }
+    const std::unique_ptr<uint32_t[]> count(new uint32_t[passes * size]());
+    const std::unique_ptr<int64_t[]> other(new int64_t[n]);
+    const auto digit = [](int64_t v, int pass) { return (((uint64_t)v ^ (1ull << 63)) >> (pass * bits)) & (size - 1); };
+    for (int64_t i = 0; i < n; ++i) for (int pass = 0; pass < passes; ++pass) ++count[pass * size + digit(from[i], pass)];
+    int64_t *a = to, *b = other.get();
+    for (int pass = 0; pass < passes; ++pass) {
+      uint32_t* const c = count.get() + pass * size;
+      if (c[digit(a[0], pass)] == n) continue;
+      uint32_t sum = 0;
+      for (int d = 0; d < size; ++d) { const uint32_t here = c[d]; c[d] = sum; sum += here; }
+      for (int64_t i = 0; i < n; ++i) b[c[digit(a[i], pass)]++] = a[i];
+      std::swap(a, b);
+    }
+    if (a != to) std::copy(a, a + n, to);
+  }
+}
+"""
+
 _ENTRY = """
 extern "C" int frl_loop(int64_t length, int shards, const Table* tables) {
   int failed = 0;
   if (shards == 1) {
+    const bool alone = frl_threads == 1 && MKL_Set_Num_Threads_Local;
+    const int before = alone ? MKL_Set_Num_Threads_Local(1) : 0;
     try { run(length, tables[0]); } catch (const std::exception&) { failed = 1; }
+    if (alone) MKL_Set_Num_Threads_Local(before);
     return failed;
   }
   const int team = shards < omp_get_max_threads() ? shards : omp_get_max_threads();
@@ -365,10 +418,13 @@ def _product(a: Sym, b: Sym, out: Sym, place: Callable[[Sym], str], beta: int = 
 def _source(program: Program, body: list[str]) -> str:
     """A C++ file with the kernels of a program and ``run``, whose body is given."""
     parts = [_PREFIX]
-    if any(call[0] == "philox" for call in program.calls):
+    names = {call[0] for call in program.every_call()}
+    if "philox" in names:
         parts.append(philox.SOURCE)
-    if any(call[0] == "suffix_sums" for call in program.calls):
+    if "suffix_sums" in names:
         parts.append(suffix_sums.SOURCE)
+    if "sort" in names:
+        parts.append(_SORT)
     for i, (_, source) in enumerate(program.kernels.values()):
         # The flag for integer division by zero is shared by all threads; without it such a division raises at once.
         lines = [line for line in source.splitlines() if "inductor_cpu_integer_div_error" not in line and not line.startswith("#include")]
@@ -378,7 +434,13 @@ def _source(program: Program, body: list[str]) -> str:
         text = re.sub(r"at::vec::VecMask<(float|double|int32_t|int64_t|int),(\d)>::from\((?=(in|out|in_out)_ptr)", r"frl_mask<\1,\2>(", text)
         text = re.sub(r"\b(tmp\w+)\.store\((?=(out|in_out)_ptr)", r"frl_store(\1, ", text)
         parts.append(text)
-    parts += ["static void run(int64_t length, const Table& f) {", *(f"  {line}" for line in body), "}", _ENTRY]
+    parts += [
+        f"constexpr int frl_threads = {program.threads};",
+        "static void run(int64_t length, const Table& f) {",
+        *(f"  {line}" for line in body),
+        "}",
+        _ENTRY,
+    ]
     return "\n".join(parts)
 
 
@@ -405,13 +467,36 @@ def _symbols(call: tuple) -> list[Sym]:
     return [x for x in parts if isinstance(x, Sym)]
 
 
+def _side_by_side(parts: Sequence[list[str]]) -> str:
+    """Lists of statements, a thread each."""
+    cases = [line for k, lines in enumerate(parts) for line in (f"case {k}: {{", *(f"  {line}" for line in lines), "} break;")]
+    return "\n".join(
+        [
+            "{ int failed = 0;",
+            f"#pragma omp parallel for num_threads({len(parts)}) schedule(static, 1) reduction(|:failed)",
+            f"for (int part = 0; part < {len(parts)}; ++part) {{",
+            "const int before = MKL_Set_Num_Threads_Local ? MKL_Set_Num_Threads_Local(1) : 0;",
+            "try { switch (part) {",
+            *cases,
+            "} } catch (const std::exception&) { failed |= 1; }",
+            "if (MKL_Set_Num_Threads_Local) MKL_Set_Num_Threads_Local(before);",
+            '} if (failed) throw std::runtime_error("a part failed"); }',
+        ]
+    )
+
+
 def _calls(program: Program, place: Callable[[Sym], str], replaced: dict[int, str]) -> list[str]:
     """Statements of one step. A product whose call is in ``replaced`` is added to the place named there."""
+    return _statements(program, program.calls, program.threads, place, replaced)
+
+
+def _statements(program: Program, calls: Sequence[tuple], threads: int, place: Callable[[Sym], str], replaced: dict[int, str]) -> list[str]:
     numbers = {name: i for i, name in enumerate(program.kernels)}
-    threads = program.threads
     lines = []
-    for i, call in enumerate(program.calls):
-        if call[0] == "mm":
+    for i, call in enumerate(calls):
+        if call[0] == "beside":
+            lines.append(_side_by_side([_statements(program, inner, 1, place, {}) for inner in call[1]]))
+        elif call[0] == "mm":
             _, a, b, out = call
             if i in replaced:
                 lines.append(_product(a, b, out, lambda x, i=i, out=out: replaced[i] if x.storage is out.storage else place(x), 1))
@@ -436,6 +521,10 @@ def _calls(program: Program, place: Callable[[Sym], str], replaced: dict[int, st
         elif call[0] == "cumsum":
             _, x, out, dim = call
             lines.append(_running_sum(x, out, dim, place))
+        elif call[0] == "sort":
+            _, x, out = call
+            rows = out.nbytes // 8 // max(x.shape[-1], 1)
+            lines.append(f"frl_sort({rows}, {x.shape[-1]}, (const int64_t*)({place(x)}), (int64_t*)({place(out)}), {threads});")
         elif call[0] == "suffix_sums":
             _, x, factor, linked, out = call
             scalar, steps, stride = suffix_sums.NAMES[x.dtype], x.shape[0], int(factor.shape not in ((), (1,) * len(factor.shape)))

@@ -31,6 +31,7 @@ from frl import compile as compiler
 from frl import tree
 from frl.native import Loop
 from frl.packing import Packing
+from frl.parts import FlatParts, PartsKernel
 
 Carry = TypeVar("Carry")
 MEMORY = ("save", "recompute")
@@ -176,7 +177,16 @@ _per_code: dict[Any, int] = {}
 class _Plan:
     """A step over flat lists with its compiled kernels, for given shapes and a given set of inputs that need gradients."""
 
-    def __init__(self, flat: Callable, counts: tuple[int, int, int, int], examples: Sequence[Tensor], needs: tuple[bool, ...], memory: str, mode: str) -> None:
+    def __init__(
+        self,
+        flat: Callable,
+        counts: tuple[int, int, int, int],
+        examples: Sequence[Tensor],
+        needs: tuple[bool, ...],
+        memory: str,
+        mode: str,
+        parts: FlatParts | None = None,
+    ) -> None:
         self.flat = flat  # list of tensors (params, carry, x) -> list of tensors (carry, y)
         self.counts = counts  # leaves of params, carry, x, y
         self.memory = memory
@@ -206,7 +216,15 @@ class _Plan:
             return [*outputs[:n_carry], *self.pack.join(outputs[n_carry:])]
 
         packed.__name__ = getattr(flat, "__name__", "step")
-        self.kernel = compiler.Kernel(packed, self.examples, self.needs, mode)
+        if parts is None:
+            self.kernel = compiler.Kernel(packed, self.examples, self.needs, mode)
+        else:
+
+            def rest(inputs: list[Tensor]) -> list[Tensor]:
+                outputs = parts.rest(inputs)
+                return [*outputs[:n_carry], *self.pack.join(outputs[n_carry:])]
+
+            self.kernel = PartsKernel(packed, parts._replace(rest=rest), self.examples, self.needs, mode)
         self.packs = out[n_carry:] and [x[0] for x in self.pack.join_stacked([y.detach().unsqueeze(0) for y in out[n_carry:]])]
         self._loops: dict[tuple[bool, int], Loop | None] = {}
 
@@ -590,8 +608,35 @@ def _make_plan(step: Callable, trees: tuple, counts: tuple, shapes: tuple, needs
     with compiler.below_transforms():
         examples = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in shapes]
         n_out = len(compiler.output_needs(flat, examples, [False] * len(examples)))
-        plan = _Plan(flat, (*counts, n_out - n_c), examples, needs, memory, mode)
+        parts = _flat_parts(step, templates, n_p, n_c) if hasattr(step, "part") else None
+        plan = _Plan(flat, (*counts, n_out - n_c), examples, needs, memory, mode, parts)
     return plan, y_tree[0]
+
+
+def _flat_parts(step: Any, templates: Sequence[Any], n_p: int, n_c: int) -> FlatParts:
+    """A step in parts (:func:`frl.parts.in_parts`) over flat lists; ``templates`` are params, carry and x with positions for leaves."""
+    p_template, c_template, x_template = templates
+    pieces, others = [tree.leaves(piece) for piece in x_template["parts"]], tree.leaves(x_template["rest"])
+    results_tree: list[Any] = []
+
+    def shared(inputs: list[Tensor]) -> tuple[Any, Any]:
+        return tree.map(lambda i: inputs[i], p_template), tree.map(lambda i: inputs[n_p + i], c_template)
+
+    def part(inputs: list[Tensor]) -> list[Tensor]:
+        piece = tree.unflatten(tree.flatten(x_template["parts"][0])[1], inputs[n_p + n_c :])
+        leaves, results_tree[:] = (lambda pair: (pair[0], [pair[1]]))(tree.flatten(step.part(*shared(inputs), piece)))
+        return leaves
+
+    def rest(inputs: list[Tensor]) -> list[Tensor]:
+        given, results = inputs[n_p + n_c : n_p + n_c + len(others)], inputs[n_p + n_c + len(others) :]
+        size = len(results) // len(pieces)
+        all_results = [tree.unflatten(results_tree[0], results[k * size : (k + 1) * size]) for k in range(len(pieces))]
+        carry, y = step.rest(*shared(inputs), tree.unflatten(tree.flatten(x_template["rest"])[1], given), all_results)
+        return [*tree.leaves(carry), *tree.leaves(y)]
+
+    part.__name__ = rest.__name__ = getattr(step, "__name__", "step")
+    at = lambda positions: [n_p + n_c + i for i in positions]
+    return FlatParts(part, rest, n_p + n_c, [at(piece) for piece in pieces], at(others))
 
 
 # -- differentiation ---------------------------------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ ROOT = PACKAGE.parent
 LAYERS = (
     ("types", "registry", "validate"),
     ("tree", "packing"),
-    ("numerics", "one_operation", "philox", "suffix_sums", "rng", "native", "compile", "scan"),
+    ("numerics", "one_operation", "philox", "suffix_sums", "rng", "native", "compile", "parts", "scan"),
     ("networks", "distributions", "observations"),
     ("envs", "policies", "policy_registry", "heads", "critic_policies", "normalizers"),
     ("losses", "returns", "advantages", "gradients", "rollout", "optim"),

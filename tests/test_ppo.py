@@ -367,7 +367,9 @@ def test_the_kl_before_the_first_step_is_rounding_and_decides_nothing(first):
     consts = {"hyper": {name: number(x) for name, x in hyper.items()}}
     flag = torch.tensor(True)
     carry = {"params": torch.ones(3, dtype=F64), "opt_state": sgd().init(torch.ones(3, dtype=F64)), "rate": number(0.3), "ok": flag, "stopped": ~flag}
-    new, metrics = step(consts, carry, {"mini": {"valid": torch.tensor([True, True])}, "first": torch.tensor(first)})
+    count = torch.tensor(2)
+    part = {"mini": {"valid": torch.tensor([True, True])}, "counted": count, "count": count}
+    new, metrics = step(consts, carry, {"parts": (part,), "rest": {"count": count, "first": torch.tensor(first)}})
     assert (bool(new["stopped"]), bool(metrics["stepped"]), bool(new["ok"])) == (not first, first, True)
     assert float(new["rate"]) == 0.3
     assert torch.equal(new["params"], torch.full((3,), 0.7 if first else 1.0, dtype=F64))

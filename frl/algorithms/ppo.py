@@ -297,11 +297,10 @@ def make_ppo(
         valid = mini["valid"]
         dist = policy.apply(params, mini["obs"])
         log_prob = policy.distribution.log_prob(dist, mini["action"])
-        advantage = normalize_advantage(mini["advantage"], valid) if config.normalize_advantage_per_mini_batch else mini["advantage"]
         terms = ppo_loss(
             log_prob=log_prob,
             old_log_prob=mini["log_prob"],
-            advantage=advantage,
+            advantage=mini["advantage"],
             value=policy.value(params, mini["obs" if one_input else "critic_obs"]),
             returns=mini["returns"],
             entropy=policy.distribution.entropy(dist),
@@ -318,7 +317,17 @@ def make_ppo(
         error = torch.where(valid, torch.exp(log_prob - mini["log_prob"]) - 1, 0).abs().amax()
         return terms.loss, {**terms._asdict(), "kl": kl, "ratio_error": error}
 
-    step = minibatch_step(loss, optimizer, policy.optimization_parameter_groups, adaptive=config.adaptive, early_stop=config.early_stop_kl is not None)
+    def normalized_by_minibatch(mini: dict[str, Any]) -> dict[str, Any]:
+        return {**mini, "advantage": torch.func.vmap(normalize_advantage)(mini["advantage"], mini["valid"])}
+
+    step = minibatch_step(
+        loss,
+        optimizer,
+        policy.optimization_parameter_groups,
+        adaptive=config.adaptive,
+        early_stop=config.early_stop_kl is not None,
+        largest=("ratio_error",),
+    )
 
     def _finish(state: TrainState, carry: dict[str, Any], per_step: dict[str, Tensor], found: dict[str, Any], fields: dict[str, Any]) -> TrainState:
         error = per_step["ratio_error"][0]
@@ -348,7 +357,8 @@ def make_ppo(
         fields = read_rollout(rollout, needed, ("valid", "metrics"))
         rest = state._replace(env_state=(), metrics={})
         batch, plan, rate, found = prepare(rest, fields)
-        carry, per_step = run_minibatches(step, state, batch, plan, rate, mode=mode)
+        by_minibatch = normalized_by_minibatch if config.normalize_advantage_per_mini_batch else None
+        carry, per_step = run_minibatches(step, state, batch, plan, rate, mode=mode, prepare=by_minibatch)
         return finish(rest, carry, per_step, found, fields)._replace(env_state=state.env_state)
 
     ahead = compiler.captured_ahead(collect, update, mode=mode) if isinstance(env, VecEnv) else collect  # playing a host environment would move it on
