@@ -1,8 +1,9 @@
 """How much does a policy return after so many environment steps, and after so many seconds? APG, SHAC and PPO on the tasks of ``configs/``.
 
-Every run is ``frl train configs/TASK/ALGORITHM.yaml`` in a process of its own, with one thread, at most two at a time. Run files of APG and SHAC have the same
-budget of environment steps. Evaluations of the policy's mode are the points of a curve, seconds count from the start of the process, and so include imports,
-compilation and the evaluations; the last point is the final evaluation, on episodes that no other one has played.
+Every run is ``frl train configs/TASK/ALGORITHM.yaml`` in a process of its own, with one thread, at most two at a time. A run file of SHAC has the budget of
+environment steps that APG's has, or a smaller one, at which the two are compared. Evaluations of the policy's mode are the points of a curve, seconds count
+from the start of the process, and so include imports, compilation and the evaluations; the last point is the final evaluation, on episodes that no other one
+has played.
 
 A finished run is one file in ``--runs``, and is not run again while its run file and the settings here stay the same: a benchmark that was stopped goes on
 where it was. Seeds are the outer loop, so that what is there is always a whole picture. ``learning.json`` and ``learning.png`` in ``--out`` show all finished
