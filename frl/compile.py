@@ -764,7 +764,8 @@ def jit(fn: Callable, *, mode: str = "inductor") -> Callable:
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         if mode == "eager" or is_tracing():
             return fn(*args)
-        transformed = any(map(is_transformed, tensors))
+        alone = functorch.peek_interpreter_stack() is None  # no transform is active
+        transformed = any(x.requires_grad for x in tensors) if alone else any(map(is_transformed, tensors))
         if transformed and (mode == "dynamo" or any(map(is_tracked, tensors))):
             return fn(*args)
         key = (structure, _signature(leaves))
@@ -788,6 +789,8 @@ def jit(fn: Callable, *, mode: str = "inductor") -> Callable:
         compiled, out_structure = cache[key]
         if transformed:
             values = _Call.apply(compiled, *tensors)
+        elif alone:
+            values = compiled(tensors)
         else:
             with below_transforms():
                 values = compiled([plain(x) for x in tensors])

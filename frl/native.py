@@ -617,7 +617,9 @@ def _pointers(values: Sequence[int]) -> Any:
     return (ctypes.c_void_p * len(values))(*values)
 
 
-def _integers(values: Sequence[int]) -> Any:
+@functools.lru_cache(1024)
+def _integers(values: tuple[int, ...]) -> Any:
+    """An array that nobody writes to."""
     return (ctypes.c_int64 * len(values))(*values)
 
 
@@ -698,6 +700,39 @@ class _Side:
         return places, end
 
 
+def _check(failed: int) -> None:
+    if failed:
+        raise RuntimeError("a step divided an integer by zero")
+
+
+class _Frame:
+    """Memory and table of a single run, ready but for the places of inputs and results. One run at a time uses it."""
+
+    def __init__(self, loop: Loop) -> None:
+        side = loop.forward_side
+        places, nbytes = side.layout(1)
+        count = len(side.program.storages)
+        self._block = torch.empty(max(nbytes, 1), dtype=torch.uint8)
+        self._bases = (ctypes.c_void_p * count)()
+        for index, (offset, _, _) in places.items():
+            self._bases[index] = self._block.data_ptr() + offset
+        for index, x in loop.constants:
+            self._bases[index] = x.data_ptr()
+        self._inputs = [(index, i) for index, i, _ in loop.inputs]
+        self._results = [y.storage.index for y in loop.ys]
+        self._still, self._start = _integers((0,) * count), _pointers([])
+        self._table = _Table(*(ctypes.addressof(array) for array in (self._bases, self._still, self._still, self._start)))
+        self._call, self._arguments = loop.call(0), (ctypes.c_int64(1), 1, ctypes.byref(self._table))
+
+    def run(self, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+        bases = self._bases
+        for index, i in self._inputs:
+            bases[index] = inputs[i].data_ptr()
+        for index, x in zip(self._results, results, strict=True):
+            bases[index] = x.data_ptr()
+        _check(self._call(*self._arguments))
+
+
 class Loop:
     """A step as a native loop over time.
 
@@ -735,11 +770,12 @@ class Loop:
             self.ys.append(x)
         self.saved = saved
         storages = forward.storages
-        self._constants = [(s.index, s.constant) for s in storages if s.constant is not None]
-        self._inputs = [(s.index, s.input, s.nbytes if s.input >= n_params + n_carry else 0) for s in storages if s.input is not None]
+        self.constants = [(s.index, s.constant) for s in storages if s.constant is not None]
+        self.inputs = [(s.index, s.input, s.nbytes if s.input >= n_params + n_carry else 0) for s in storages if s.input is not None]
         self._pool: dict[int, list[Tensor]] = {}
         self._builds = [_Build(_source(forward, self._forward_body()))]
         self._calls: dict[int, Callable] = {}
+        self._frames: list[_Frame] = []
         self.backward_side: _Side | None = None
 
     # -- code --------------------------------------------------------------------------------------------------------------------------------------
@@ -854,7 +890,18 @@ class Loop:
 
     def once(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Results of a single run of a program without carry and xs."""
-        return [x[0] for x in self.members([inputs])]
+        if _dry.get():
+            return [torch.zeros(y.shape, dtype=y.dtype) for y in self.ys]
+        results = [torch.empty(y.shape, dtype=y.dtype) for y in self.ys]
+        try:
+            frame = self._frames.pop()
+        except IndexError:
+            frame = _Frame(self)
+        try:
+            frame.run(inputs, results)
+        finally:
+            self._frames.append(frame)
+        return results
 
     def members(self, inputs: Sequence[Sequence[Tensor]]) -> list[Tensor]:
         """Results ``[P, ...]`` of single runs of a program without carry and xs, one for each of P lists of inputs."""
@@ -864,18 +911,21 @@ class Loop:
 
     # -- running -----------------------------------------------------------------------------------------------------------------------------------
 
-    def _launch(self, which: int, length: int, step: list[int], ring: list[int], shards: Sequence[tuple[list[int], list[int]]]) -> None:
-        """Run a loop; ``shards`` are the bases and starts of each."""
+    def call(self, which: int) -> Callable[[Any, int, Any], int]:
+        """The library's function: 0 is the forward pass, 1 the backward pass."""
         if which not in self._calls:
             self._calls[which] = self._builds[which].load()
-        steps, rings, held = _integers(step), _integers(ring), []
+        return self._calls[which]
+
+    def _launch(self, which: int, length: int, step: list[int], ring: list[int], shards: Sequence[tuple[list[int], list[int]]]) -> None:
+        """Run a loop; ``shards`` are the bases and starts of each."""
+        steps, rings, held = _integers(tuple(step)), _integers(tuple(ring)), []
         rows = (_Table * len(shards))()
         for row, (base, start) in zip(rows, shards, strict=True):
             bases, starts = _pointers(base), _pointers(start)
             held.append((bases, starts))
             row.base, row.step, row.ring, row.start = (ctypes.addressof(array) for array in (bases, steps, rings, starts))
-        if self._calls[which](ctypes.c_int64(length), len(shards), ctypes.byref(rows)):
-            raise RuntimeError("a step divided an integer by zero")
+        _check(self.call(which)(ctypes.c_int64(length), len(shards), ctypes.byref(rows)))
 
     def forward(
         self, shards: Sequence[tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]], ys: Sequence[Sequence[Tensor]] | None, length: int | None = None
@@ -908,10 +958,10 @@ class Loop:
             base = [0] * n
             for index, (offset, _, _) in places.items():
                 base[index] = origin + offset
-            for index, x in self._constants:
+            for index, x in self.constants:
                 base[index] = x.data_ptr()
             inputs = [*params, *carry, *xs]
-            for index, i, per_step in self._inputs:
+            for index, i, per_step in self.inputs:
                 base[index] = inputs[i].data_ptr()
                 step[index] = per_step
             for j, y in enumerate(self.ys):
