@@ -131,6 +131,22 @@ def command(side: str, threads: int | None, args: argparse.Namespace, folder: Pa
     return timing.Worker([str(SCRIPTS / "rejax_ppo.py"), *options, *seconds], os.cpu_count() or 1, python=str(interpreter("jax")))
 
 
+def make(env_name: str, num_envs: int, horizon: int, epochs: int, minibatches: int) -> Any:
+    """Our algorithm."""
+    from frl import build_learning_env, build_policy
+    from frl.algorithms.ppo import PpoConfig, make_ppo
+    from frl.optim import adam
+
+    env = build_learning_env(env_name, num_envs=num_envs)
+
+    def network(last: float) -> dict[str, Any]:
+        return {"type": "mlp", "network_cfg": {"hidden_sizes": [64, 64], "activation": "tanh", "orthogonal_init": [2**0.5, 2**0.5, last]}}
+
+    policy = build_policy({"name": "actor_critic", "actor": network(0.01), "critic": network(1.0)}, env.single_observation_space, env.single_action_space)
+    config = PpoConfig(buffer_size=horizon, n_epochs=epochs, num_mini_batches=minibatches, ent_coef=0.01)
+    return make_ppo(env, policy, adam(), config, learning_rate=7.5e-4)
+
+
 def prepare(args: argparse.Namespace) -> tuple[Callable[[], Any], int, dict[str, Any]]:
     """Build, make the first update, warm up."""
     import torch
@@ -138,19 +154,10 @@ def prepare(args: argparse.Namespace) -> tuple[Callable[[], Any], int, dict[str,
     torch.set_num_threads(int(args.threads))
     # An update that fell back to eager must not be timed as a compiled one.
     warnings.filterwarnings("error", message="frl could not compile")
-    from frl import build_learning_env, build_policy, rng, tree
     from frl import compile as compiler
-    from frl.algorithms.ppo import PpoConfig, make_ppo
-    from frl.optim import adam
+    from frl import rng, tree
 
-    env = build_learning_env(args.env, num_envs=args.num_envs)
-
-    def network(last: float) -> dict[str, Any]:
-        return {"type": "mlp", "network_cfg": {"hidden_sizes": [64, 64], "activation": "tanh", "orthogonal_init": [2**0.5, 2**0.5, last]}}
-
-    policy = build_policy({"name": "actor_critic", "actor": network(0.01), "critic": network(1.0)}, env.single_observation_space, env.single_action_space)
-    config = PpoConfig(buffer_size=args.horizon, n_epochs=args.epochs, num_mini_batches=args.minibatches, ent_coef=0.01)
-    ppo = make_ppo(env, policy, adam(), config, learning_rate=7.5e-4)
+    ppo = make(args.env, args.num_envs, args.horizon, args.epochs, args.minibatches)
     state, ready = ppo.init(rng.key(0)), False
 
     def update() -> None:

@@ -35,6 +35,7 @@ _warned = False
 _broken = False
 _proven = False  # the C++ compiler has made a library
 _careful = False  # probe the compiler's vector instruction sets before use
+_APART = 1 << 18  # elements from which a loop goes over one tensor's memory, and not over several tensors' side by side
 _ONE_THREAD = 8192  # elements of the largest tensor of a small graph
 
 
@@ -320,6 +321,8 @@ def _generate(
     options: dict[str, Any] = {"size_asserts": False, "alignment_asserts": False}
     if threads is not None:
         options["cpp.threads"] = threads
+    if _largest(graph) > _APART:
+        options["cpp.max_horizontal_fusion_size"] = 1
     with config.patch(options), native.deferring_kernels(), _one_handler(), _apart(), torch.no_grad():
         code = compile_fx_inner(graph, examples, is_backward=backward, is_inference=inference)
     return getattr(code, "current_callable", None) or code
@@ -327,8 +330,12 @@ def _generate(
 
 def _one_if_small(graph: Any) -> int | None:
     """1 for a graph without a tensor that is worth two threads: they would meet after every operation."""
-    sizes = [value.numel() for node in graph.graph.nodes if isinstance(value := node.meta.get("val"), Tensor)]
-    return 1 if max(sizes, default=0) <= _ONE_THREAD else None
+    return 1 if _largest(graph) <= _ONE_THREAD else None
+
+
+def _largest(graph: Any) -> int:
+    """Elements of the largest tensor of a graph."""
+    return max((value.numel() for node in graph.graph.nodes if isinstance(value := node.meta.get("val"), Tensor)), default=0)
 
 
 def _one_handler() -> Any:

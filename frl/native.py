@@ -14,8 +14,10 @@ import ctypes
 import functools
 import re
 import shutil
+import threading
 import time
 import types
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -297,6 +299,16 @@ FRL_GEMM(sgemm_, float)
 FRL_GEMM(dgemm_, double)
 extern "C" int MKL_Set_Num_Threads_Local(int) __attribute__((weak));
 
+// Functions of a number without side effects: where the number is the same for all elements, the compiler calls them once.
+#define FRL_NUMBER(name) \\
+  static __attribute__((const, nothrow, noinline)) float frl_##name(float x) { return std::name(x); } \\
+  static __attribute__((const, nothrow, noinline)) double frl_##name(double x) { return std::name(x); }
+FRL_NUMBER(exp)
+FRL_NUMBER(expm1)
+FRL_NUMBER(log)
+FRL_NUMBER(log1p)
+#undef FRL_NUMBER
+
 #if INDUCTOR_USE_VECTOR_TYPES()
 // at::vec reads and writes bools one by one; these loops are vectorised.
 template <size_t size> struct Mask { using type = int32_t; };
@@ -425,12 +437,18 @@ def _source(program: Program, body: list[str]) -> str:
         parts.append(suffix_sums.SOURCE)
     if "sort" in names:
         parts.append(_SORT)
-    for i, (_, source) in enumerate(program.kernels.values()):
+    overlapping = _overlapping(program)
+    for i, (name, (_, source)) in enumerate(program.kernels.items()):
         # The flag for integer division by zero is shared by all threads; without it such a division raises at once.
         lines = [line for line in source.splitlines() if "inductor_cpu_integer_div_error" not in line and not line.startswith("#include")]
         text, count = re.subn(r'extern\s+"C"\s+void\s+kernel\(', f"static __attribute__((noinline)) void kernel_{i}(", "\n".join(lines))
         if count != 1:
             raise Unsupported("a kernel of another form")
+        # Numbers that a kernel reads stay the same while it writes, so what is computed from them alone is computed once and not for every element.
+        for at in range(len(program.kernels[name][0])):
+            mark = "" if (name, at) in overlapping else "__restrict__ "
+            text = re.sub(r"\* ?(?=(?:in|out|in_out)_ptr\d+[,)\s])", f"*/**/{mark}", text, count=1)
+        text = re.sub(r"std::(exp|expm1|log|log1p)\((?=tmp\w+\))", r"frl_\1(", text)
         text = re.sub(r"at::vec::VecMask<(float|double|int32_t|int64_t|int),(\d)>::from\((?=(in|out|in_out)_ptr)", r"frl_mask<\1,\2>(", text)
         text = re.sub(r"\b(tmp\w+)\.store\((?=(out|in_out)_ptr)", r"frl_store(\1, ", text)
         parts.append(text)
@@ -442,6 +460,19 @@ def _source(program: Program, body: list[str]) -> str:
         _ENTRY,
     ]
     return "\n".join(parts)
+
+
+def _overlapping(program: Program) -> set[tuple[str, int]]:
+    """Kernels and positions of their arguments that in some call lie where another one lies and one of them is written."""
+    found = set()
+    for call in program.every_call():
+        if call[0] == "kernel":
+            uses: dict[int, list[int]] = {}
+            for at, x in enumerate(call[2]):
+                uses.setdefault(x.storage.index, []).append(at)
+            kinds = program.kernels[call[1]][0]
+            found |= {(call[1], at) for ats in uses.values() if len(ats) > 1 and not all(kinds[i].startswith("const") for i in ats) for at in ats}
+    return found
 
 
 def _running_sum(x: Sym, out: Sym, dim: int, place: Callable[[Sym], str]) -> str:
@@ -642,6 +673,46 @@ class _Memory:
             self._pool.append(self.block)
 
 
+_LARGE = 1 << 20  # bytes from which a result is kept for its memory
+
+
+class _Results:
+    """Memory of large results, written again when nobody holds it any more: fresh pages cost more than what is written to them."""
+
+    def __init__(self) -> None:
+        self._storages: dict[int, deque[torch.UntypedStorage]] = {}  # by size; the one that was taken last is last
+        self._lock = threading.Lock()
+        self._taken = 0
+
+    def take(self, like: Sym) -> Tensor:
+        """A tensor that shares memory with nothing that is alive."""
+        with self._lock:
+            storages = self._storages.setdefault(like.nbytes, deque())
+            self._taken += 1
+            if self._taken % 64 == 0:
+                self._trim()
+            for _ in range(len(storages)):
+                if not _held(storages[0]):
+                    break
+                storages.rotate(-1)
+            else:
+                storages.appendleft(torch.UntypedStorage(like.nbytes))
+            storages.rotate(-1)
+            return torch.empty(0, dtype=like.dtype).set_(storages[-1], 0, like.shape, _dense(like.shape))
+
+    def _trim(self) -> None:
+        """Give back what is more than the results that are alive."""
+        for storages in self._storages.values():
+            free = [x for x in storages if not _held(x)]
+            for x in free[max(1, len(storages) - len(free)) :]:
+                storages.remove(x)
+
+
+def _held(storage: torch.UntypedStorage) -> bool:
+    """Whether a tensor lies in it."""
+    return torch._C._storage_Use_Count(storage._cdata) > 1
+
+
 @dataclass
 class Pass:
     """A forward pass over some steps, for its backward pass."""
@@ -776,6 +847,7 @@ class Loop:
         self._builds = [_Build(_source(forward, self._forward_body()))]
         self._calls: dict[int, Callable] = {}
         self._frames: list[_Frame] = []
+        self._large = _Results()
         self.backward_side: _Side | None = None
 
     # -- code --------------------------------------------------------------------------------------------------------------------------------------
@@ -892,7 +964,7 @@ class Loop:
         """Results of a single run of a program without carry and xs."""
         if _dry.get():
             return [torch.zeros(y.shape, dtype=y.dtype) for y in self.ys]
-        results = [torch.empty(y.shape, dtype=y.dtype) for y in self.ys]
+        results = [self._large.take(y) if y.nbytes >= _LARGE else torch.empty(y.shape, dtype=y.dtype) for y in self.ys]
         try:
             frame = self._frames.pop()
         except IndexError:

@@ -121,6 +121,27 @@ def test_memory_goes_back_to_the_pool():
     assert all(len(blocks) <= 2 for blocks in loop._pool.values())
 
 
+@settings(max_examples=10, deadline=None)
+@given(held=st.lists(st.booleans(), min_size=4, max_size=12))
+def test_memory_of_large_results_is_written_again_when_nobody_holds_it(held):
+    twice = compiler.jit(lambda x: (2 * x, x + 1), mode="inductor")
+    x = torch.arange(1 << 18, dtype=torch.float32)
+    kept = []
+    for i, hold in enumerate(held):
+        double, more = twice(x + i)
+        if hold:  # a view is enough, and so is an array
+            kept.append((i, double[3:], more.numpy()))
+    for i, double, more in kept:
+        assert torch.equal(double, 2 * (x + i)[3:])
+        assert torch.equal(torch.from_numpy(more), x + i + 1)
+    places = set()
+    for _ in range(6):
+        double, more = twice(x)
+        assert double.untyped_storage().data_ptr() != more.untyped_storage().data_ptr()
+        places |= {double.data_ptr(), more.data_ptr()}
+    assert len(places) <= 4 + 2 * len(kept)
+
+
 def test_a_step_that_calls_something_else_runs_from_python():
     """The library keeps what Inductor generated and calls it step by step."""
 
