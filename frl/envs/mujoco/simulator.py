@@ -132,7 +132,7 @@ class Simulator:
             return self._run(self.model, state, ctrl, self.frame_skip if frames is None else frames)
 
     def _run(self, model: Any, state: np.ndarray, ctrl: np.ndarray, frames: int) -> tuple[np.ndarray, np.ndarray]:
-        good = np.asarray((np.abs(state) <= LARGEST).all(1) & (np.abs(ctrl) <= LARGEST).all(1))
+        good = _bounded(state, LARGEST) & _bounded(ctrl, LARGEST)
         # A row that is lost already must not reach the engine: collision routines index by what they are given.
         start = np.where(good[:, None], self.tangent.normalize(state), self.start) if self.tangent.quaternions or not good.all() else state
         ctrl = ctrl if good.all() else np.where(good[:, None], ctrl, 0.0)
@@ -143,7 +143,7 @@ class Simulator:
             good[part] &= self._run_batch(model, start[part], ctrl[part], frames, out[part], seen[part])
         speed = slice(self.nq, self.nq + self.nv)
         # The second bound is the one for accelerations, of the last step too, whose warning a rollout does not tell.
-        good &= (np.abs(out) <= LARGEST).all(1) & (np.abs(out[:, speed] - start[:, speed]) <= LARGEST * model.opt.timestep).all(1)
+        good &= _bounded(out, LARGEST) & _bounded(out[:, speed] - start[:, speed], LARGEST * model.opt.timestep)
         if not good.all():
             out[~good], seen[~good] = np.nan, np.nan
         return out, seen
@@ -261,17 +261,27 @@ class Simulator:
         return self._workers
 
 
+def _bounded(values: np.ndarray, bound: float) -> np.ndarray:
+    """``[B]``: which rows of ``values [B, N]`` are finite and within ``+-bound``."""
+    sizes = np.abs(values)
+    if sizes.size == 0 or sizes.max() <= bound:  # all of them, mostly
+        return np.ones(len(values), dtype=bool)
+    return np.asarray((sizes <= bound).all(1))
+
+
 def _nobody(message: str) -> None:
     """Rows that diverge are counted by whoever steps them."""
 
 
 def _own(model: Any, *, sensors: bool) -> Any:
-    """A copy of the model that does not start over by itself when it becomes unstable, and computes no sensors that nobody reads."""
+    """A copy of the model that does not start over by itself when it becomes unstable, and computes no sensors that nobody reads and no islands of one tree."""
     mujoco = engine()
     own = copy.copy(model)
     own.opt.disableflags |= mujoco.mjtDisableBit.mjDSBL_AUTORESET
     if not sensors:
         own.opt.disableflags |= mujoco.mjtDisableBit.mjDSBL_SENSOR
+    if model.ntree <= 1:  # its constraints are one island, found anew at every step
+        own.opt.disableflags |= mujoco.mjtDisableBit.mjDSBL_ISLAND
     return own
 
 
@@ -287,10 +297,14 @@ class _Workers:
 
     def rollout(self, model: Any, state: np.ndarray, ctrl: np.ndarray, frames: int) -> np.ndarray:
         """Time and state ``[B, 1 + S]`` after ``frames`` steps."""
-        initial = np.zeros((len(state), 1 + state.shape[1]))
+        rows = len(state)
+        initial = np.zeros((rows, 1 + state.shape[1]))
         initial[:, 1:] = state
         control = np.repeat(ctrl[:, None], frames, axis=1) if ctrl.shape[1] else None
-        out, _ = self.pool.rollout(model, self.data, initial, control, nstep=frames)
+        out, sensors = np.empty((rows, frames, initial.shape[1])), np.empty((rows, frames, model.nsensordata))
+        # A chunk is handed to a thread under a lock: few of them, and enough that a thread that gets the easy rows helps the other.
+        chunk = max(1, rows // (8 * len(self.data)))
+        self.pool.rollout([model] * rows, self.data, initial, control, nstep=frames, state=out, sensordata=sensors, chunk_size=chunk, skip_checks=True)
         return out[:, -1]
 
     def each(self, one: Callable[[Any, int], None], rows: int) -> None:
