@@ -13,7 +13,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from frl.envs.mujoco.tangent import Tangent
 LARGEST = 1e10  # MuJoCo calls a simulation unstable when a position, velocity or acceleration exceeds it
 MAX_DIRECTIONS = 512  # of a difference quotient: two simulations of every row for each
 ROWS_PER_BATCH = 16384  # simulations that are in memory at once
+PARTS_PER_THREAD = 4  # of a call's rows: what takes longer in one part is made up for by the next
 INTEGRATORS = ("euler", "implicit", "implicitfast")
 
 Read = Callable[[Any, Any], np.ndarray]
@@ -286,14 +287,17 @@ def _own(model: Any, *, sensors: bool) -> Any:
 
 
 class _Workers:
-    """Threads of one process, each with its ``MjData``."""
+    """Threads of one process, each with its ``MjData``. The caller is one of them: one that only waits has to be woken, on a core that another needs."""
 
     def __init__(self, model: Any, count: int) -> None:
         mujoco = engine()
         self.key = (os.getpid(), count)
         self.data = [mujoco.MjData(model) for _ in range(count)]
-        self.pool = rollout().Rollout(nthread=count if count > 1 else 0)
-        self.python = ThreadPoolExecutor(count, thread_name_prefix="frl-mujoco") if count > 1 else None
+        self.engines = [rollout().Rollout(nthread=0) for _ in range(count)]
+        self.inboxes: list[SimpleQueue] = [SimpleQueue() for _ in range(count - 1)]
+        for number, inbox in enumerate(self.inboxes):
+            threading.Thread(target=_serve, args=(inbox,), name=f"frl-mujoco-{number}", daemon=True).start()
+        weakref.finalize(self, _dismiss, self.inboxes)
 
     def rollout(self, model: Any, state: np.ndarray, ctrl: np.ndarray, frames: int) -> np.ndarray:
         """Time and state ``[B, 1 + S]`` after ``frames`` steps."""
@@ -302,21 +306,72 @@ class _Workers:
         initial[:, 1:] = state
         control = np.repeat(ctrl[:, None], frames, axis=1) if ctrl.shape[1] else None
         out, sensors = np.empty((rows, frames, initial.shape[1])), np.empty((rows, frames, model.nsensordata))
-        # A chunk is handed to a thread under a lock: few of them, and enough that a thread that gets the easy rows helps the other.
-        chunk = max(1, rows // (8 * len(self.data)))
-        self.pool.rollout([model] * rows, self.data, initial, control, nstep=frames, state=out, sensordata=sensors, chunk_size=chunk, skip_checks=True)
+
+        def play(worker: int, part: slice) -> None:
+            self.engines[worker].rollout(
+                [model] * len(out[part]),
+                [self.data[worker]],
+                initial[part],
+                None if control is None else control[part],
+                nstep=frames,
+                state=out[part],
+                sensordata=sensors[part],
+                skip_checks=True,
+            )
+
+        self._share(play, rows)
         return out[:, -1]
 
     def each(self, one: Callable[[Any, int], None], rows: int) -> None:
         """``one(data, row)`` for every row."""
-        count = min(len(self.data), rows)
 
-        def share(worker: int) -> None:
-            for row in range(worker * rows // count, (worker + 1) * rows // count):
+        def play(worker: int, part: slice) -> None:
+            for row in range(part.start, part.stop):
                 one(self.data[worker], row)
 
-        if self.python is None or count < 2:
-            share(0)
-            return
-        for done in [self.python.submit(share, worker) for worker in range(count)]:
-            done.result()
+        self._share(play, rows)
+
+    def _share(self, play: Callable[[int, slice], None], rows: int) -> None:
+        """``play(worker, part)`` for parts that cover all rows; a worker that has done one takes the next."""
+        count = len(self.data)
+        size = max(1, -(-rows // (PARTS_PER_THREAD * count))) if count > 1 else max(1, rows)
+        parts = [slice(begin, min(begin + size, rows)) for begin in range(0, rows, size)]
+        helpers = self.inboxes[: max(0, len(parts) - 1)]
+
+        def work(worker: int) -> None:
+            while parts:
+                try:
+                    part = parts.pop()
+                except IndexError:  # another one was faster
+                    return
+                play(worker, part)
+
+        ended: SimpleQueue = SimpleQueue()
+        for number, inbox in enumerate(helpers):
+            inbox.put((work, number, ended))
+        try:
+            work(count - 1)
+        finally:  # the arrays are in use until all have ended
+            failures = [ended.get() for _ in helpers]
+        for failure in failures:
+            if failure is not None:
+                raise failure
+
+
+def _serve(inbox: SimpleQueue) -> None:
+    """A thread's life: jobs until there is none. It knows no one else, so that its owner can go."""
+    while (job := inbox.get()) is not None:
+        work, number, ended = job
+        failure = None
+        try:
+            work(number)
+        except BaseException as error:  # handed to the caller
+            failure = error
+        del job, work
+        ended.put(failure)
+        del ended, failure
+
+
+def _dismiss(inboxes: list[SimpleQueue]) -> None:
+    for inbox in inboxes:
+        inbox.put(None)
