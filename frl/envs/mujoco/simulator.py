@@ -295,8 +295,9 @@ class _Workers:
         self.data = [mujoco.MjData(model) for _ in range(count)]
         self.engines = [rollout().Rollout(nthread=0) for _ in range(count)]
         self.inboxes: list[SimpleQueue] = [SimpleQueue() for _ in range(count - 1)]
-        for number, inbox in enumerate(self.inboxes):
-            threading.Thread(target=_serve, args=(inbox,), name=f"frl-mujoco-{number}", daemon=True).start()
+        self.threads = [threading.Thread(target=_serve, args=(inbox,), name="frl-mujoco", daemon=True) for inbox in self.inboxes]
+        for thread in self.threads:
+            thread.start()
         weakref.finalize(self, _dismiss, self.inboxes)
 
     def rollout(self, model: Any, state: np.ndarray, ctrl: np.ndarray, frames: int) -> np.ndarray:
