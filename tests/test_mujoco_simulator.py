@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,7 @@ def test_what_fails_on_any_thread_reaches_the_caller_and_threads_end_with_their_
         np.testing.assert_array_equal(a, b)
     assert [thread.is_alive() for thread in threads] == [True, True]
     del simulator
+    gc.collect()
     for thread in threads:
         thread.join(10.0)
     assert [thread.is_alive() for thread in threads] == [False, False]

@@ -354,9 +354,13 @@ class _Workers:
             work(count - 1)
         finally:  # the arrays are in use until all have ended
             failures = [ended.get() for _ in helpers]
-        for failure in failures:
+        failure = next((failure for failure in failures if failure is not None), None)
+        del failures
+        try:
             if failure is not None:
                 raise failure
+        finally:
+            del failure  # whose traceback holds this frame
 
 
 def _serve(inbox: SimpleQueue) -> None:
