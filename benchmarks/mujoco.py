@@ -1,9 +1,10 @@
 """How fast are MuJoCo steps and gradients through frl, and how right are the gradients?
 
 Stepping: Hopper-v5 in N rows under a 11-64-64-3 tanh policy with Gaussian noise, in float32, from the same distribution of states: ``frl.make_unroll`` over 64
-steps, against gymnasium's synchronous and asynchronous vector environments with the same policy in eager torch. Each side runs with 1 and with 2 threads (for
-the asynchronous one: of its main process; it has N others), in a process each; blocks of about a second alternate (:mod:`timing`), and each side counts with
-its better number of threads. Compilation is not in the rates.
+steps, against gymnasium's synchronous and asynchronous vector environments with the same policy in eager torch. Each side runs with 1 and with 2 threads, in a
+process each: of the simulator for ours, where torch has one thread, since a waiting one of its pool would take the simulator's core; of torch for gymnasium's
+(its asynchronous one has N other processes besides). Blocks of about a second alternate (:mod:`timing`), and each side counts with its better number of
+threads. Compilation is not in the rates.
 
 Training: env steps per second of the gradient of an 8-step rollout with respect to the policy, for the central differences that are the default and for the
 cheaper ones that a run file may choose. No peer is known to compare them with.
@@ -47,7 +48,7 @@ def main() -> None:
     parser.add_argument("--cache", help="folder that keeps compiled kernels for the next call (default: a new one each time)")
     parser.add_argument("--out", help="append the JSON line to this file")
     parser.add_argument("--worker", choices=(*SIDES, *VARIANTS), help=argparse.SUPPRESS)
-    parser.add_argument("--threads", type=int, default=1, help=argparse.SUPPRESS)
+    parser.add_argument("--threads", type=int, default=1, help=argparse.SUPPRESS)  # of the simulator
     parser.add_argument("--started", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker is None:
@@ -63,11 +64,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     conditions = timing.conditions("torch", "mujoco", "gymnasium", "frl")
     with contextlib.ExitStack() as stack:
         kept = args.cache or stack.enter_context(tempfile.TemporaryDirectory(prefix="frl-inductor-"))
-        caches = {n: str(Path(kept) / f"{n}_threads") for n in (1, 2)}  # kernels have the number of threads in them
 
         def start(side: str, n: int) -> timing.Worker:
             command = [__file__, "--worker", side, "--threads", str(n), "--num-envs", str(args.num_envs), *(["--quick"] if args.quick else [])]
-            worker = timing.Worker(command, n, {"TORCHINDUCTOR_CACHE_DIR": caches[n]})
+            worker = timing.Worker(command, n if side in SIDES[1:] else 1, {"TORCHINDUCTOR_CACHE_DIR": str(Path(kept) / "kernels")})
             stack.callback(worker.close)
             return worker
 
@@ -131,7 +131,7 @@ def prepare_frl(args: argparse.Namespace) -> tuple[Callable[[], Any], int, dict[
     import frl
     from frl import rng
 
-    env, policy, params = build(args.num_envs)
+    env, policy, params = build(args.num_envs, threads=args.threads)
     unroll = frl.make_unroll(env, policy, record=("obs",), horizon=STEPS)
     state = [env.reset(env.row_keys(rng.key(1)), env.default_params), rng.key(2)]
 
@@ -173,7 +173,7 @@ def prepare_gradient(args: argparse.Namespace) -> tuple[Callable[[], Any], int, 
     from frl import rng
     from frl.types import Rollout
 
-    env, policy, params = build(args.num_envs, **VARIANTS[args.worker])
+    env, policy, params = build(args.num_envs, threads=args.threads, **VARIANTS[args.worker])
     unroll = frl.make_unroll(env, policy, record=(), attach=(), horizon=SHORT)
     noise = policy.noise(rng.key(2), SHORT, args.num_envs)
     state = [env.reset(env.row_keys(rng.key(1)), env.default_params)]

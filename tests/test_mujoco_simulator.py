@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,38 @@ def test_many_rows_go_in_batches(monkeypatch: pytest.MonkeyPatch):
     for a, b in zip(again, expected, strict=True):
         for x, y in zip(a, b, strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-13, atol=1e-13)
+
+
+def test_what_fails_on_any_thread_reaches_the_caller_and_threads_end_with_their_owner():
+    def read(model: Any, data: Any) -> np.ndarray:
+        if data.ctrl[0] > 0.5:
+            raise ArithmeticError("row")
+        return data.xpos[-1]
+
+    simulator = mixed(read=read, threads=3)
+    state, ctrl = (x.numpy() for x in drawn(simulator, 37))
+    ctrl[:] = 0.0
+    expected = simulator.step(state, ctrl)
+    threads = simulator._team().threads
+    for row in (0, 18, 36):
+        failing = ctrl.copy()
+        failing[row] = 0.9
+        with pytest.raises(ArithmeticError, match="row"):
+            simulator.step(state, failing)
+    for a, b in zip(simulator.step(state, ctrl), expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert [thread.is_alive() for thread in threads] == [True, True]
+    del simulator
+    gc.collect()
+    for thread in threads:
+        thread.join(10.0)
+    assert [thread.is_alive() for thread in threads] == [False, False]
+
+
+def test_no_rows_are_no_work():
+    after, seen = mixed(threads=2).step(np.zeros((0, 23)), np.zeros((0, 1)))
+    assert after.shape == (0, 23)
+    assert seen.shape == (0, 0)
 
 
 def test_torch_decides_the_number_of_threads_unless_told(monkeypatch: pytest.MonkeyPatch):

@@ -13,7 +13,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from frl.envs.mujoco.tangent import Tangent
 LARGEST = 1e10  # MuJoCo calls a simulation unstable when a position, velocity or acceleration exceeds it
 MAX_DIRECTIONS = 512  # of a difference quotient: two simulations of every row for each
 ROWS_PER_BATCH = 16384  # simulations that are in memory at once
+PARTS_PER_THREAD = 4  # of a call's rows: what takes longer in one part is made up for by the next
 INTEGRATORS = ("euler", "implicit", "implicitfast")
 
 Read = Callable[[Any, Any], np.ndarray]
@@ -132,7 +133,7 @@ class Simulator:
             return self._run(self.model, state, ctrl, self.frame_skip if frames is None else frames)
 
     def _run(self, model: Any, state: np.ndarray, ctrl: np.ndarray, frames: int) -> tuple[np.ndarray, np.ndarray]:
-        good = np.asarray((np.abs(state) <= LARGEST).all(1) & (np.abs(ctrl) <= LARGEST).all(1))
+        good = _bounded(state, LARGEST) & _bounded(ctrl, LARGEST)
         # A row that is lost already must not reach the engine: collision routines index by what they are given.
         start = np.where(good[:, None], self.tangent.normalize(state), self.start) if self.tangent.quaternions or not good.all() else state
         ctrl = ctrl if good.all() else np.where(good[:, None], ctrl, 0.0)
@@ -143,7 +144,7 @@ class Simulator:
             good[part] &= self._run_batch(model, start[part], ctrl[part], frames, out[part], seen[part])
         speed = slice(self.nq, self.nq + self.nv)
         # The second bound is the one for accelerations, of the last step too, whose warning a rollout does not tell.
-        good &= (np.abs(out) <= LARGEST).all(1) & (np.abs(out[:, speed] - start[:, speed]) <= LARGEST * model.opt.timestep).all(1)
+        good &= _bounded(out, LARGEST) & _bounded(out[:, speed] - start[:, speed], LARGEST * model.opt.timestep)
         if not good.all():
             out[~good], seen[~good] = np.nan, np.nan
         return out, seen
@@ -261,48 +262,121 @@ class Simulator:
         return self._workers
 
 
+def _bounded(values: np.ndarray, bound: float) -> np.ndarray:
+    """``[B]``: which rows of ``values [B, N]`` are finite and within ``+-bound``."""
+    sizes = np.abs(values)
+    if sizes.size == 0 or sizes.max() <= bound:  # all of them, mostly
+        return np.ones(len(values), dtype=bool)
+    return np.asarray((sizes <= bound).all(1))
+
+
 def _nobody(message: str) -> None:
     """Rows that diverge are counted by whoever steps them."""
 
 
 def _own(model: Any, *, sensors: bool) -> Any:
-    """A copy of the model that does not start over by itself when it becomes unstable, and computes no sensors that nobody reads."""
+    """A copy of the model that does not start over by itself when it becomes unstable, and computes no sensors that nobody reads and no islands of one tree."""
     mujoco = engine()
     own = copy.copy(model)
     own.opt.disableflags |= mujoco.mjtDisableBit.mjDSBL_AUTORESET
     if not sensors:
         own.opt.disableflags |= mujoco.mjtDisableBit.mjDSBL_SENSOR
+    if model.ntree <= 1:  # its constraints are one island, found anew at every step
+        own.opt.disableflags |= mujoco.mjtDisableBit.mjDSBL_ISLAND
     return own
 
 
 class _Workers:
-    """Threads of one process, each with its ``MjData``."""
+    """Threads of one process, each with its ``MjData``. The caller is one of them: one that only waits has to be woken, on a core that another needs."""
 
     def __init__(self, model: Any, count: int) -> None:
         mujoco = engine()
         self.key = (os.getpid(), count)
         self.data = [mujoco.MjData(model) for _ in range(count)]
-        self.pool = rollout().Rollout(nthread=count if count > 1 else 0)
-        self.python = ThreadPoolExecutor(count, thread_name_prefix="frl-mujoco") if count > 1 else None
+        self.engines = [rollout().Rollout(nthread=0) for _ in range(count)]
+        self.inboxes: list[SimpleQueue] = [SimpleQueue() for _ in range(count - 1)]
+        self.threads = [threading.Thread(target=_serve, args=(inbox,), name="frl-mujoco", daemon=True) for inbox in self.inboxes]
+        for thread in self.threads:
+            thread.start()
+        weakref.finalize(self, _dismiss, self.inboxes)
 
     def rollout(self, model: Any, state: np.ndarray, ctrl: np.ndarray, frames: int) -> np.ndarray:
         """Time and state ``[B, 1 + S]`` after ``frames`` steps."""
-        initial = np.zeros((len(state), 1 + state.shape[1]))
+        rows = len(state)
+        initial = np.zeros((rows, 1 + state.shape[1]))
         initial[:, 1:] = state
         control = np.repeat(ctrl[:, None], frames, axis=1) if ctrl.shape[1] else None
-        out, _ = self.pool.rollout(model, self.data, initial, control, nstep=frames)
+        out, sensors = np.empty((rows, frames, initial.shape[1])), np.empty((rows, frames, model.nsensordata))
+
+        def play(worker: int, part: slice) -> None:
+            self.engines[worker].rollout(
+                [model] * len(out[part]),
+                [self.data[worker]],
+                initial[part],
+                None if control is None else control[part],
+                nstep=frames,
+                state=out[part],
+                sensordata=sensors[part],
+                skip_checks=True,
+            )
+
+        self._share(play, rows)
         return out[:, -1]
 
     def each(self, one: Callable[[Any, int], None], rows: int) -> None:
         """``one(data, row)`` for every row."""
-        count = min(len(self.data), rows)
 
-        def share(worker: int) -> None:
-            for row in range(worker * rows // count, (worker + 1) * rows // count):
+        def play(worker: int, part: slice) -> None:
+            for row in range(part.start, part.stop):
                 one(self.data[worker], row)
 
-        if self.python is None or count < 2:
-            share(0)
-            return
-        for done in [self.python.submit(share, worker) for worker in range(count)]:
-            done.result()
+        self._share(play, rows)
+
+    def _share(self, play: Callable[[int, slice], None], rows: int) -> None:
+        """``play(worker, part)`` for parts that cover all rows; a worker that has done one takes the next."""
+        count = len(self.data)
+        size = max(1, -(-rows // (PARTS_PER_THREAD * count))) if count > 1 else max(1, rows)
+        parts = [slice(begin, min(begin + size, rows)) for begin in range(0, rows, size)]
+        helpers = self.inboxes[: max(0, len(parts) - 1)]
+
+        def work(worker: int) -> None:
+            while parts:
+                try:
+                    part = parts.pop()
+                except IndexError:  # another one was faster
+                    return
+                play(worker, part)
+
+        ended: SimpleQueue = SimpleQueue()
+        for number, inbox in enumerate(helpers):
+            inbox.put((work, number, ended))
+        try:
+            work(count - 1)
+        finally:  # the arrays are in use until all have ended
+            failures = [ended.get() for _ in helpers]
+        failure = next((failure for failure in failures if failure is not None), None)
+        del failures
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            del failure  # whose traceback holds this frame
+
+
+def _serve(inbox: SimpleQueue) -> None:
+    """A thread's life: jobs until there is none. It knows no one else, so that its owner can go."""
+    while (job := inbox.get()) is not None:
+        work, number, ended = job
+        failure = None
+        try:
+            work(number)
+        except BaseException as error:  # handed to the caller
+            failure = error
+        del job, work
+        ended.put(failure)
+        del ended, failure
+
+
+def _dismiss(inboxes: list[SimpleQueue]) -> None:
+    for inbox in inboxes:
+        inbox.put(None)
