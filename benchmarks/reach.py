@@ -89,15 +89,18 @@ def part_of(key: str) -> str:
 
 TRIED = {
     "apg_small": "the time loop in C++, which calls kernels and products with buffers laid out once; rows in the last dimension; several steps in one graph "
-    "(no faster, slower to compile); carry in one tensor (nothing); bias as a row of ones (slower); weight gradients in one product at the end (slower)",
+    "(no faster, slower to compile); carry in one tensor (nothing); bias as a row of ones (slower); weight gradients in one product at the end (slower); rows "
+    "in two shards (no faster); tables of pointers that are kept between calls. More than half of an update is Python and torch around the loops "
+    "(`costs.py`)",
     "apg_large": "rows in shards, one thread each; rows in the last dimension; saved activations instead of recomputation; resets and noise in one block "
-    "before time starts; several steps in one graph (no faster)",
+    "before time starts; several steps in one graph (no faster); the bias added where its product is used",
     "cold": "the first update eager; one step compiled for any horizon; all graphs captured before the first runs, the C++ compiler in the background; one "
     "precompiled header; random words as one operation",
-    "optimizer": "the whole step in one compiled graph; new parameters and moments cost memory traffic that an update in place does not have",
+    "optimizer": "the whole step in one compiled graph; loops over one tensor at a time; what is the same for all elements computed once; memory of old "
+    "results written again. New parameters and moments cost memory traffic that an update in place does not have",
     "clip": "clip and statistics inside the compiled step",
-    "ppo": "collection and each minibatch compiled; permutations from keys; advantages in one pass; bools read by vectors. Half of an update is products "
-    "at the processor's peak; writing the bias by vectors changed nothing, for that is bound by memory",
+    "ppo": "collection and all minibatches compiled; minibatches in parts, a thread each; permutations from keys, sorted by digits; advantages in one pass; "
+    "bools read by vectors; the bias added where its product is used. Half of an update is products at the processor's peak",
     "memory": "recomputation from about sqrt(T) boundaries",
 }
 
