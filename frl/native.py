@@ -438,16 +438,15 @@ def _source(program: Program, body: list[str]) -> str:
     if "sort" in names:
         parts.append(_SORT)
     overlapping = _overlapping(program)
-    for i, (name, (_, source)) in enumerate(program.kernels.items()):
+    for i, (name, (kinds, source)) in enumerate(program.kernels.items()):
         # The flag for integer division by zero is shared by all threads; without it such a division raises at once.
         lines = [line for line in source.splitlines() if "inductor_cpu_integer_div_error" not in line and not line.startswith("#include")]
         text, count = re.subn(r'extern\s+"C"\s+void\s+kernel\(', f"static __attribute__((noinline)) void kernel_{i}(", "\n".join(lines))
         if count != 1:
             raise Unsupported("a kernel of another form")
         # Numbers that a kernel reads stay the same while it writes, so what is computed from them alone is computed once and not for every element.
-        for at in range(len(program.kernels[name][0])):
-            mark = "" if (name, at) in overlapping else "__restrict__ "
-            text = re.sub(r"\* ?(?=(?:in|out|in_out)_ptr\d+[,)\s])", f"*/**/{mark}", text, count=1)
+        marks = iter("* " if (name, at) in overlapping else "* __restrict__ " for at in range(len(kinds)))
+        text = re.sub(r"\* ?(?=(?:in|out|in_out)_ptr\d+[,)\s])", lambda _, marks=marks: next(marks), text, count=len(kinds))
         text = re.sub(r"std::(exp|expm1|log|log1p)\((?=tmp\w+\))", r"frl_\1(", text)
         text = re.sub(r"at::vec::VecMask<(float|double|int32_t|int64_t|int),(\d)>::from\((?=(in|out|in_out)_ptr)", r"frl_mask<\1,\2>(", text)
         text = re.sub(r"\b(tmp\w+)\.store\((?=(out|in_out)_ptr)", r"frl_store(\1, ", text)
@@ -667,6 +666,7 @@ class _Memory:
     def __init__(self, pool: dict[int, list[Tensor]], nbytes: int, shards: int) -> None:
         self._pool, self._kept = pool.setdefault(nbytes, []), max(2, shards)
         self.block = self._pool.pop() if self._pool else torch.empty(max(nbytes, 1), dtype=torch.uint8)
+        self.sink: Tensor | None = None  # where results go that nobody reads
 
     def __del__(self) -> None:
         if len(self._pool) < self._kept:
@@ -1036,12 +1036,14 @@ class Loop:
             for index, i, per_step in self.inputs:
                 base[index] = inputs[i].data_ptr()
                 step[index] = per_step
+            if ys is None:
+                # No later step reads them: all steps write to one place, each y to its own, for the same step may read it.
+                memory.sink = torch.empty(sum(_round(y.nbytes) for y in self.ys) + 1, dtype=torch.uint8)
+            at = memory.sink.data_ptr() if memory.sink is not None else 0
             for j, y in enumerate(self.ys):
                 if ys is None:
-                    # Nobody reads them: all steps write to one place.
-                    if not hasattr(memory, "sink"):
-                        memory.sink = torch.empty(max([1, *(_round(x.nbytes) for x in self.ys)]), dtype=torch.uint8)  # pyright: ignore[reportAttributeAccessIssue]
-                    base[y.storage.index], step[y.storage.index] = memory.sink.data_ptr(), 0  # pyright: ignore[reportAttributeAccessIssue]
+                    base[y.storage.index], step[y.storage.index] = at, 0
+                    at += _round(y.nbytes)
                 else:
                     base[y.storage.index], step[y.storage.index] = ys[number][j].data_ptr(), y.nbytes
             result.memory.append(memory)

@@ -37,13 +37,16 @@ def test_every_task_has_its_run_files(learning: ModuleType):
             assert learning.run_file(task, algorithm).is_file(), (task, algorithm)
 
 
-def test_shac_has_no_larger_budget_than_apg(learning: ModuleType):
+def test_apg_and_shac_have_the_same_budget_but_on_the_quadrotor(learning: ModuleType):
     def budget(task: str, algorithm: str) -> int:
         (value,) = (v for v in learning.settings(task, algorithm, 0) if v.startswith("trainer.eval_freq="))
         return int(value.split("=")[1])
 
     for task in learning.TASKS:
-        assert budget(task, "shac") <= budget(task, "apg"), task
+        if task == "quadrotor":  # APG keeps the published sizes
+            assert budget(task, "shac") < budget(task, "apg")
+        else:
+            assert budget(task, "apg") == budget(task, "shac"), task
 
 
 def test_results_are_medians_over_seeds(learning: ModuleType, tmp_path: Path):
