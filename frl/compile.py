@@ -25,7 +25,7 @@ from torch._C import _functorch as functorch  # pyright: ignore[reportAttributeA
 from torch.autograd import Function
 
 from frl import native, tree
-from frl.one_operation import as_one_operation
+from frl.one_operation import as_one_operation, for_shapes, in_use, only_shapes, with_loops
 
 MODES = ("inductor", "aot_eager", "dynamo", "eager")
 
@@ -205,7 +205,7 @@ def _signature(leaves: Sequence[Any]) -> tuple:
     return tuple((x.shape, x.dtype, x.device) if isinstance(x, Tensor) else (type(x), x) for x in leaves)
 
 
-def _in_clean_thread(fn: Callable[[], Any]) -> Any:
+def in_clean_thread(fn: Callable[[], Any]) -> Any:
     """Run ``fn`` in a thread of its own: capture must not see the caller's transform levels, grad mode or autocast."""
     box: list[Any] = []
     threads = torch.get_num_threads()
@@ -276,7 +276,7 @@ def _attempt(make: Callable[[], Any], what: str) -> Any:
     global _careful
     try:
         with _Timer():
-            return _in_clean_thread(lambda: _believing_processor(make))
+            return in_clean_thread(lambda: _believing_processor(make))
     except Exception as error:
         if not _careful:
             _careful = True
@@ -334,8 +334,9 @@ def _one_if_small(graph: Any) -> int | None:
 
 
 def _largest(graph: Any) -> int:
-    """Elements of the largest tensor of a graph."""
-    return max((value.numel() for node in graph.graph.nodes if isinstance(value := node.meta.get("val"), Tensor)), default=0)
+    """Elements of the largest tensor of a graph; the memory of loops, which are bytes, is nothing that its kernels go over."""
+    values = [value for node in graph.graph.nodes if isinstance(value := node.meta.get("val"), Tensor)]
+    return max((value.numel() for value in values if value.dtype != torch.uint8), default=0)
 
 
 def _one_handler() -> Any:
@@ -463,6 +464,7 @@ class Kernel:
         self._beside: Callable[[Sequence[list[Tensor]]], Sequence[Tensor]] | None = None
         self._dynamo: Callable | None = None
         self._generated: dict[str, Any] = {}
+        self._loops = False  # whether time loops are operations of its graph
         self._backward_graph: Any = None
         self._n_out = len(self.out_needs)
         self._name = getattr(fn, "__name__", "a step")
@@ -486,6 +488,8 @@ class Kernel:
             return lambda inputs: _fresh(torch.no_grad()(self._torch_compile())(inputs), inputs)
         if (loop := self.loop((len(self.examples), 0, 0, self._n_out), differentiable=False, shards=1)) is not None:
             return loop.once
+        if self._loops:  # which have code of their own
+            return self._eager_infer
         return _attempt(self._capture_infer, self._name) or self._eager_infer
 
     def _eager_infer(self, inputs: list[Tensor]) -> Sequence[Tensor]:
@@ -495,21 +499,25 @@ class Kernel:
     def _capture_infer(self) -> Callable[[list], Sequence]:
         if "infer" in self._generated:
             return _finished(self._generated.pop("infer"))
-        graph = self._graph()
+        graph = self._graph(None)
         if self.mode == "aot_eager":
             return _boxed(graph)
         return _finished(_generate(graph, _fake(self.examples), inference=True))
 
-    def _graph(self) -> Any:
+    def _graph(self, threads: int | None) -> Any:
+        """What the function does without a gradient; loops inside are operations whose code is for so many threads."""
         from torch._functorch.aot_autograd import aot_export_joint_simple
 
         def flat(*args: Tensor) -> list[Tensor]:
             return _fresh(self.fn(list(args)), args)
 
-        with self._one_operation():
-            return aot_export_joint_simple(
-                flat, tuple(_fake(self.examples)), trace_joint=False, decompositions=_decompositions() if self.mode == "inductor" else None
-            )
+        with self._one_operation() as on, with_loops(threads, on) as loops:
+            try:
+                return aot_export_joint_simple(
+                    flat, tuple(_fake(self.examples)), trace_joint=False, decompositions=_decompositions() if self.mode == "inductor" else None
+                )
+            finally:
+                self._loops = self._loops or loops.met
 
     def _one_operation(self) -> Any:
         """Random words and the like are one operation in graphs for Inductor on a CPU."""
@@ -577,7 +585,7 @@ class Kernel:
         Raises:
             native.Unsupported: it does something that native code has no words for.
         """
-        graph = self._graph()
+        graph = self._graph(threads)
         threads = threads or _one_if_small(graph)
         call = _generate(graph, _fake(self.examples), inference=True, threads=threads)
         self._generated = {"infer": call} if threads is None else {}
@@ -711,7 +719,7 @@ def describe_outputs(fn: Callable[[list[Tensor]], Sequence[Tensor]], examples: S
     """Outputs of one eager run of ``fn`` on ``examples``; ``requires_grad`` tells which depend differentiably on an input marked in ``needs``."""
 
     def run() -> list[Tensor]:
-        with torch.enable_grad():
+        with torch.enable_grad(), for_shapes(not any(needs)):
             leaves = [x.detach().requires_grad_(need) for x, need in zip(examples, needs, strict=True)]
             versions = [x._version for x in leaves]
             outputs, name = list(fn(list(leaves))), getattr(fn, "__name__", "the function")
@@ -722,7 +730,7 @@ def describe_outputs(fn: Callable[[list[Tensor]], Sequence[Tensor]], examples: S
                 raise ValueError(f"{name} changes an argument in place; write x = x + 1 for x += 1")
             return outputs
 
-    return _in_clean_thread(run)
+    return in_clean_thread(run)
 
 
 def output_needs(fn: Callable[[list[Tensor]], Sequence[Tensor]], examples: Sequence[Tensor], needs: Sequence[bool]) -> tuple[bool, ...]:
@@ -749,6 +757,22 @@ def captured_ahead(first: Callable[[Any], tuple[Any, Any]], second: Callable[[An
     return call
 
 
+def whole(fn: Callable, *, mode: str = "inductor") -> Callable:
+    """A function that is made of compiled parts, such as loops, as one native program where that is possible, and as it is elsewhere.
+
+    A program costs one call, and its parts hand each other memory instead of tensors. See :func:`jit`.
+    """
+    if mode != "inductor":
+        return fn
+    one = jit(fn, mode=mode)
+
+    def call(*args: Any) -> Any:
+        on_cpu = all(x.device.type == "cpu" for x in tree.leaves(args) if isinstance(x, Tensor))
+        return one(*args) if on_cpu and native.has_products() and not _broken else fn(*args)
+
+    return call
+
+
 def jit(fn: Callable, *, mode: str = "inductor") -> Callable:
     """Compile a pure function of pytrees of tensors; other leaves are static.
 
@@ -769,7 +793,7 @@ def jit(fn: Callable, *, mode: str = "inductor") -> Callable:
     def call(*args: Any) -> Any:
         leaves, structure = tree.flatten(args)
         tensors = [x for x in leaves if isinstance(x, Tensor)]
-        if mode == "eager" or is_tracing():
+        if mode == "eager" or is_tracing() or in_use() or only_shapes():
             return fn(*args)
         alone = functorch.peek_interpreter_stack() is None  # no transform is active
         transformed = any(x.requires_grad for x in tensors) if alone else any(map(is_transformed, tensors))

@@ -63,7 +63,7 @@ class Storage:
     index: int
     nbytes: int
     input: int | None = None  # position among the inputs
-    constant: Tensor | None = None
+    constant: Tensor | LoopFunction | None = None
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,9 @@ class Sym:
 @dataclass
 class Program:
     """Calls in order: ``("mm", a, b, out)``, ``("addmm", a, b, out, bias)``, ``("bmm", a, b, out)``, ``("philox", operands, out, c0, c2)``,
-    ``("cumsum", x, out, dim)``, ``("sort", x, out)``, ``("suffix_sums", x, factor, linked, out)``, ``("kernel", name, arguments)``, and
-    ``("beside", lists)``: lists of calls that run side by side, a thread each."""
+    ``("cumsum", x, out, dim)``, ``("cummax", x, out, dim)``, ``("sort", x, out)``, ``("suffix_sums", x, factor, linked, out)``, ``("kernel", name, arguments)``,
+    ``("loop", call, given, results, others)``: a :class:`LoopCall`, its inputs, its outputs and what else it needs, and ``("beside", lists)``: lists of
+    calls that run side by side, a thread each."""
 
     storages: list[Storage]
     inputs: list[Sym]
@@ -158,9 +159,9 @@ def compile_kernels(call: Callable) -> None:
 class _Torch:
     """The module ``torch`` with the operations that native code replaces."""
 
-    def __init__(self, cumsum: Callable, sort: Callable, **ours: Callable) -> None:
+    def __init__(self, cumsum: Callable, cummax: Callable, sort: Callable, **ours: Callable) -> None:
         space = types.SimpleNamespace
-        aten = space(cumsum=space(default=cumsum), sort=space(stable=sort))
+        aten = space(cumsum=space(default=cumsum), cummax=space(default=cummax), sort=space(stable=sort))
         self.ops = space(frl=space(**{name: space(default=function) for name, function in ours.items()}), aten=aten)
 
     def __getattr__(self, name: str) -> Any:
@@ -254,6 +255,14 @@ def trace(call: Callable, examples: Sequence[Tensor], threads: int | None = None
         program.calls.append(("cumsum", x, out, dim % len(x.shape)))
         return out
 
+    def cummax(x: Any, dim: int) -> tuple[Sym]:
+        x = known(x)
+        if x.dtype != torch.int64 or not x.shape:
+            raise Unsupported(f"cummax of {x.dtype} {x.shape}")
+        out = empty(x.shape, _dense(x.shape), x.dtype)
+        program.calls.append(("cummax", x, out, dim % len(x.shape)))
+        return (out,)  # values alone, see sort
+
     def sort(x: Any, *, stable: bool, dim: int, descending: bool) -> tuple[Sym]:
         x = known(x)
         if x.dtype != torch.int64 or not x.contiguous or not x.shape or dim % len(x.shape) != len(x.shape) - 1 or descending:
@@ -261,6 +270,15 @@ def trace(call: Callable, examples: Sequence[Tensor], threads: int | None = None
         out = empty(x.shape, _dense(x.shape), x.dtype)
         program.calls.append(("sort", x, out))
         return (out,)  # values alone: code that reads the order too finds no second result
+
+    def loop(inputs: Sequence[Any], number: int) -> tuple[Sym, ...]:
+        call, given = loop_call(number), list(map(known, inputs))
+        if not all(x.contiguous for x in given):
+            raise Unsupported("a loop over tensors that are not contiguous")
+        results = [empty(shape, _dense(shape), dtype) for shape, dtype in call.results()]
+        others = [Sym(new(0, constant=x), 0, (), (), torch.uint8) for x in call.constants()]
+        program.calls.append(("loop", call, given, results, others))
+        return tuple(results)
 
     names = dict(call.__globals__)  # pyright: ignore[reportFunctionMemberAccess]
     for name, kernel in [*names.get("_frl_kernels", {}).items(), *((n, k) for n, k in names.items() if isinstance(k, _Kernel))]:
@@ -270,7 +288,8 @@ def trace(call: Callable, examples: Sequence[Tensor], threads: int | None = None
             program.calls.append(("kernel", name, [known(x) for x in args]))
 
         names[name] = record
-    names.update(empty_strided_cpu=empty, reinterpret_tensor=view, extern_kernels=Products(), torch=_Torch(cumsum, sort, philox=random_words, suffix_sums=sums))
+    ours = _Torch(cumsum, cummax, sort, philox=random_words, suffix_sums=sums, loop=loop)
+    names.update(empty_strided_cpu=empty, reinterpret_tensor=view, extern_kernels=Products(), torch=ours)
     function = getattr(call, "__func__", call)
     recorded = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     owner = [call.__self__] if hasattr(call, "__self__") else []  # pyright: ignore[reportFunctionMemberAccess]
@@ -310,28 +329,39 @@ FRL_NUMBER(log1p)
 #undef FRL_NUMBER
 
 #if INDUCTOR_USE_VECTOR_TYPES()
-// at::vec reads and writes bools one by one; these loops are vectorised.
+// at::vec reads and writes bools one by one, and has some conversions of masks go through memory.
 template <size_t size> struct Mask { using type = int32_t; };
 template <> struct Mask<8> { using type = int64_t; };
 template <typename T, int N> static inline at::vec::VecMask<T, N> frl_mask(const bool* b, int64_t count = at::vec::VecMask<T, N>::size()) {
   using M = at::vec::VecMask<T, N>;
   constexpr int size = M::size();
   if (count < size) return M::from(b, count);
-  alignas(64) typename Mask<sizeof(T)>::type m[size];
-  const uint8_t* const x = (const uint8_t*)b;
-  #pragma omp simd
-  for (int i = 0; i < size; ++i) m[i] = x[i] ? -1 : 0;
-  return M(at::vec::VectorizedN<T, N>::loadu(m));
+  typedef int8_t Bytes __attribute__((vector_size(size)));
+  typedef typename Mask<sizeof(T)>::type Wide __attribute__((vector_size(size * sizeof(T))));
+  Bytes x;
+  std::memcpy(&x, b, size);
+  const Wide m = __builtin_convertvector(x != 0, Wide);
+  return M(at::vec::VectorizedN<T, N>::loadu(&m));
 }
 template <typename T, typename... Count> static inline void frl_store(T x, void* b, Count... count) { x.store(b, count...); }
 template <typename T, int N> static inline void frl_store(at::vec::VecMask<T, N> x, bool* b, int64_t count = at::vec::VecMask<T, N>::size()) {
   constexpr int size = at::vec::VecMask<T, N>::size();
   if (count < size || (sizeof(T) != 4 && sizeof(T) != 8)) return x.store(b, count);
-  alignas(64) typename Mask<sizeof(T)>::type m[size];
-  at::vec::VectorizedN<T, N>(x).store(m);
-  uint8_t* const y = (uint8_t*)b;
-  #pragma omp simd
-  for (int i = 0; i < size; ++i) y[i] = m[i] ? 1 : 0;
+  typedef int8_t Bytes __attribute__((vector_size(size)));
+  typedef typename Mask<sizeof(T)>::type Wide __attribute__((vector_size(size * sizeof(T))));
+  Wide m;
+  at::vec::VectorizedN<T, N>(x).store(&m);
+  const Bytes y = __builtin_convertvector(m, Bytes) & 1;
+  std::memcpy(b, &y, size);
+}
+template <typename T, int N, typename U, int L> static inline at::vec::VecMask<T, N> frl_cast(const at::vec::VecMask<U, L>& m) {
+  if constexpr (std::is_same_v<T, double> && sizeof(U) == 4) return m.template cast<int64_t, N>().template cast<double, N>();
+  else return m.template cast<T, N>();
+}
+template <typename T, int N, typename U, int L> static inline at::vec::VecMask<T, N> frl_from(const at::vec::VectorizedN<U, L>& x) {
+  if constexpr (sizeof(U) >= 4 && sizeof(T) >= 4 && at::vec::VecMask<T, N>::size() == at::vec::VectorizedN<U, L>::size())
+    return frl_cast<T, N>(at::vec::VecMask<U, L>(x != at::vec::VectorizedN<U, L>(U(0))));
+  else return at::vec::VecMask<T, N>::template from<U, L>(x);
 }
 #endif
 
@@ -449,6 +479,8 @@ def _source(program: Program, body: list[str]) -> str:
         text = re.sub(r"\* ?(?=(?:in|out|in_out)_ptr\d+[,)\s])", lambda _, marks=marks: next(marks), text, count=len(kinds))
         text = re.sub(r"std::(exp|expm1|log|log1p)\((?=tmp\w+\))", r"frl_\1(", text)
         text = re.sub(r"at::vec::VecMask<(float|double|int32_t|int64_t|int),(\d)>::from\((?=(in|out|in_out)_ptr)", r"frl_mask<\1,\2>(", text)
+        text = re.sub(r"at::vec::VecMask<(\w+),(\d)>::from<(\w+),(\d)>\((?=tmp\w+\))", r"frl_from<\1,\2,\3,\4>(", text)
+        text = re.sub(r"\b(tmp\w+)\.template cast<(\w+),(\d)>\(\)", r"frl_cast<\2,\3>(\1)", text)
         text = re.sub(r"\b(tmp\w+)\.store\((?=(out|in_out)_ptr)", r"frl_store(\1, ", text)
         parts.append(text)
     parts += [
@@ -474,18 +506,20 @@ def _overlapping(program: Program) -> set[tuple[str, int]]:
     return found
 
 
-def _running_sum(x: Sym, out: Sym, dim: int, place: Callable[[Sym], str]) -> str:
-    """``cumsum`` along a dimension into a contiguous result."""
+def _running(kind: str, x: Sym, out: Sym, dim: int, place: Callable[[Sym], str]) -> str:
+    """``cumsum`` or ``cummax`` along a dimension into a contiguous result."""
     loops, source, target = [], [], []
     for d, (n, a, b) in enumerate(zip(x.shape, x.stride, out.stride, strict=True)):
         if d != dim:
             loops.append(f"for (int64_t i{d} = 0; i{d} < {n}; ++i{d}) ")
             source.append(f" + i{d} * {a}")
             target.append(f" + i{d} * {b}")
-    kind, given = _C_TYPES[out.dtype], _C_TYPES[x.dtype]
+    result, given = _C_TYPES[out.dtype], _C_TYPES[x.dtype]
+    first, next_one = ("0", "so_far + z") if kind == "cumsum" else (f"std::numeric_limits<{result}>::lowest()", "std::max(so_far, z)")
     return (
-        f"{''.join(loops)}{{ auto x = (const {given}*)({place(x)}){''.join(source)}; auto y = ({kind}*)({place(out)}){''.join(target)}; {kind} sum = 0; "
-        f"for (int64_t j = 0; j < {x.shape[dim]}; ++j) {{ sum += ({kind})x[j * {x.stride[dim]}]; y[j * {out.stride[dim]}] = sum; }} }}"
+        f"{''.join(loops)}{{ auto x = (const {given}*)({place(x)}){''.join(source)}; auto y = ({result}*)({place(out)}){''.join(target)}; "
+        f"{result} so_far = {first}; for (int64_t j = 0; j < {x.shape[dim]}; ++j) "
+        f"{{ const auto z = ({result})x[j * {x.stride[dim]}]; so_far = {next_one}; y[j * {out.stride[dim]}] = so_far; }} }}"
     )
 
 
@@ -493,6 +527,8 @@ def _symbols(call: tuple) -> list[Sym]:
     """Tensors that a call reads or writes."""
     if call[0] == "kernel":
         return call[2]
+    if call[0] == "loop":
+        return [*call[2], *call[3], *call[4]]
     parts = [*call[1], *call[2:]] if call[0] == "philox" else call[1:]
     return [x for x in parts if isinstance(x, Sym)]
 
@@ -548,9 +584,9 @@ def _statements(program: Program, calls: Sequence[tuple], threads: int, place: C
             for member in range(call[3].shape[0]):
                 a, b, out = (Sym(x.storage, x.offset + member * x.stride[0] * x.dtype.itemsize, x.shape[1:], x.stride[1:], x.dtype) for x in call[1:])
                 lines.append(_product(a, b, out, place))
-        elif call[0] == "cumsum":
-            _, x, out, dim = call
-            lines.append(_running_sum(x, out, dim, place))
+        elif call[0] in ("cumsum", "cummax"):
+            kind, x, out, dim = call
+            lines.append(_running(kind, x, out, dim, place))
         elif call[0] == "sort":
             _, x, out = call
             rows = out.nbytes // 8 // max(x.shape[-1], 1)
@@ -560,6 +596,9 @@ def _statements(program: Program, calls: Sequence[tuple], threads: int, place: C
             scalar, steps, stride = suffix_sums.NAMES[x.dtype], x.shape[0], int(factor.shape not in ((), (1,) * len(factor.shape)))
             given = ", ".join((f"(const {scalar}*)({place(x)})", f"(const {scalar}*)({place(factor)})", str(stride), f"(const uint8_t*)({place(linked)})"))
             lines.append(f"frl_suffix_sums({steps}, {out.nbytes // out.dtype.itemsize // max(steps, 1)}, {given}, ({scalar}*)({place(out)}));")
+        elif call[0] == "loop":
+            _, inner, given, results, others = call
+            lines.append(inner.statement(*([place(x) for x in syms] for syms in (given, results, others))))
         elif call[0] == "philox":
             _, operands, out, c0, c2 = call
             if 0 in out.shape:
@@ -889,7 +928,8 @@ class Loop:
         self.total: list[int | None] = []  # storage of the sum of a parameter's gradient
         self.carry_grads: dict[int, Sym | None] = {}
         self.x_grads: list[int | None] = []
-        self.param_shapes: list[tuple] = []
+        self.param_results: list[Sym] = []  # gradients of params and of xs that there are
+        self.x_results: list[Sym] = []
         replaced: dict[int, str] = {}
         sums: list[str] = []
         uses: dict[int, int] = {}
@@ -909,6 +949,7 @@ class Loop:
                 total = side.own(x.nbytes)
                 side.direct[total.index] = -1
                 self.total.append(total.index)
+                self.param_results.append(x)
                 made = [j for j, call in enumerate(backward.calls) if call[0] == "mm" and call[3].storage is x.storage]
                 out = backward.calls[made[0]][3] if made else x
                 if len(made) == 1 and uses[x.storage.index] == 2 and out.contiguous and (out.offset, out.nbytes) == (x.offset, x.nbytes):
@@ -934,6 +975,7 @@ class Loop:
                 taken.add(x.storage.index)
                 side.direct[x.storage.index] = len(self.x_grads)
                 self.x_grads.append(x.storage.index)
+                self.x_results.append(x)
         # A parameter's gradient must not share memory with what is kept or written in place.
         self.zero = side.own(max([1, *(x.nbytes for x in self.carry)]))
         side.direct[self.zero.index] = -1
@@ -1118,3 +1160,191 @@ class Loop:
             ]
             for memory in memories
         ]
+
+
+# -- a loop inside another program -----------------------------------------------------------------------------------------------------------------
+
+
+class LoopFunction:
+    """A loop's function, which lies somewhere as a tensor does."""
+
+    def __init__(self, loop: Loop, which: int) -> None:
+        self._loop, self._which = loop, which
+
+    def data_ptr(self) -> int:
+        address = ctypes.cast(self._loop.call(self._which), ctypes.c_void_p).value
+        assert address is not None
+        return address
+
+
+class LoopCall:
+    """A pass of a loop over a number of steps as a call of another program. Inputs and results are lists of contiguous tensors.
+
+    The forward pass takes ``params, carry, xs`` of all shards and gives for each shard the carry, then each y ``[S, T, ...]``, then for each shard the
+    memory that the backward pass reads.
+
+    The backward pass takes the same inputs, the memory of each shard, and for each shard the cotangents of its carry (``loop.ct_carry``) and of its ys
+    (``loop.ct_packs``). It gives the gradients of the params ``[S, ...]`` and of the xs ``[S, T, ...]`` that there are, then for each shard those of the
+    carry, then memory that nobody reads.
+
+    Args:
+        loop: the loop.
+        length: number of steps T.
+        shards: number of shards S, a thread each.
+        backward: which pass.
+    """
+
+    def __init__(self, loop: Loop, length: int, shards: int, backward: bool) -> None:
+        self.loop, self.length, self.shards, self.backward = loop, length, shards, backward
+        self._side = loop.backward_side if backward else loop.forward_side
+        self._places, self._nbytes = self._side.layout(length)  # type: ignore[union-attr]
+
+    def constants(self) -> list[Any]:
+        """What has an address of its own: the function, and the constants of the programs."""
+        loop, found = self.loop, [LoopFunction(self.loop, int(self.backward)), *(x for _, x in self.loop.constants)]
+        if self.backward:
+            assert loop.backward_side is not None
+            found += [loop._zeros, *(s.constant for s in loop.backward_side.program.storages if s.constant is not None)]
+        return found
+
+    def results(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shapes and dtypes."""
+        loop, lead = self.loop, (self.shards, self.length)
+        memory = [((max(self._nbytes, 1),), torch.uint8)] * self.shards
+        if not self.backward:
+            return [*[(x.shape, x.dtype) for x in loop.carry] * self.shards, *[((*lead, *y.shape), y.dtype) for y in loop.ys], *memory]
+        params = [((self.shards, *x.shape), x.dtype) for x in loop.param_results]
+        xs = [((*lead, *x.shape), x.dtype) for x in loop.x_results]
+        return [*params, *xs, *[(loop.carry[k].shape, loop.carry[k].dtype) for k in loop.carry_grads] * self.shards, *memory]
+
+    def statement(self, given: list[str], results: list[str], others: list[str]) -> str:
+        """C++ that makes the tables and calls the loop."""
+        write = self._write_backward if self.backward else self._write_forward
+        tables, steps, rings, after = write(given, results, others[1:])
+        lines = [f"static const int64_t steps[] = {_list(steps)}, rings[] = {_list(rings)};"]
+        for k, (bases, starts) in enumerate(tables):
+            lines.append(f"char* const bases_{k}[] = {_list(bases)}; char* const starts_{k}[] = {_list(starts)};")
+        rows = ", ".join(f"{{bases_{k}, steps, rings, starts_{k}}}" for k in range(len(tables)))
+        function = f"((int (*)(int64_t, int, const Table*)) ({others[0]}))"
+        lines.append(f"const Table tables[] = {{{rows}}};")
+        if self.backward:  # gradients of params are sums
+            lines += [f"std::memset({y}, 0, {self.shards * x.nbytes});" for x, y in zip(self.loop.param_results, results, strict=False)]
+        lines.append(f'if ({function}({self.length}, {self.shards}, tables)) throw std::runtime_error("a loop failed");')
+        return "\n".join(["{", *lines, *after, "}"])
+
+    def _inputs(self, given: list[str], shard: int) -> list[str]:
+        size = self.loop.n_inputs
+        return [f"(char*)({x})" for x in given[shard * size : (shard + 1) * size]]
+
+    def _steps(self, side: _Side, places: dict[int, tuple[int, int, int]]) -> tuple[list[int], list[int]]:
+        n = len(side.program.storages)
+        return [places[i][1] if i in places else 0 for i in range(n)], [places[i][2] if i in places else 0 for i in range(n)]
+
+    def _forward_bases(self, inputs: list[str], memory: str, others: list[str], ys: list[str]) -> list[str]:
+        loop, side = self.loop, self.loop.forward_side
+        places, _ = side.layout(self.length)
+        bases = ["nullptr"] * len(side.program.storages)
+        for index, (offset, _, _) in places.items():
+            bases[index] = f"(char*)({memory}) + {offset}"
+        for (index, _), x in zip(loop.constants, others, strict=False):
+            bases[index] = f"(char*)({x})"
+        for index, i, _ in loop.inputs:
+            bases[index] = inputs[i]
+        for y, x in zip(loop.ys, ys, strict=True):
+            bases[y.storage.index] = x
+        return bases
+
+    def _forward_steps(self) -> tuple[list[int], list[int]]:
+        loop, side = self.loop, self.loop.forward_side
+        steps, rings = self._steps(side, side.layout(self.length)[0])
+        for index, _, per_step in loop.inputs:
+            steps[index] = per_step
+        for y in loop.ys:
+            steps[y.storage.index] = y.nbytes
+        return steps, rings
+
+    def _starts(self, inputs: list[str]) -> list[str]:
+        n_params, n_carry, _, _ = self.loop.counts
+        return inputs[n_params : n_params + n_carry]
+
+    def _write_forward(self, given: list[str], results: list[str], others: list[str]) -> tuple[list[Any], list[int], list[int], list[str]]:
+        loop, n_carry = self.loop, len(self.loop.carry)
+        ys = results[n_carry * self.shards : n_carry * self.shards + len(loop.ys)]
+        memory, tables, after = results[-self.shards :], [], []
+        for k in range(self.shards):
+            inputs = self._inputs(given, k)
+            here = [f"(char*)({x}) + {k * self.length * y.nbytes}" for x, y in zip(ys, loop.ys, strict=True)]
+            tables.append((self._forward_bases(inputs, memory[k], others, here), self._starts(inputs)))
+            after += self._copies(loop.carry, results[k * n_carry : (k + 1) * n_carry], self._places, memory[k], self.length - 1)
+        return tables, *self._forward_steps(), after
+
+    def _copies(self, carry: Sequence[Sym | None], results: list[str], places: dict[int, tuple[int, int, int]], memory: str, t: int) -> list[str]:
+        """Carries out of the memory of step ``t``; zeros for one that is not there."""
+        lines = []
+        for x, like, result in zip(carry, self.loop.carry if not self.backward else [self.loop.carry[k] for k in self.loop.carry_grads], results, strict=True):
+            if x is None:
+                lines.append(f"std::memset({result}, 0, {like.nbytes});")
+            else:
+                offset, step, ring = places[x.storage.index]
+                lines.append(f"std::memcpy({result}, (char*)({memory}) + {offset + (t % ring if ring else t) * step + x.offset}, {x.nbytes});")
+        return lines
+
+    def _write_backward(self, given: list[str], results: list[str], others: list[str]) -> tuple[list[Any], list[int], list[int], list[str]]:
+        loop, side, length = self.loop, self.loop.backward_side, self.length
+        assert side is not None
+        n_inputs, n_saved, n_cts, n_packs = loop.n_inputs * self.shards, len(loop.saved), len(loop.ct_carry), len(loop.ct_packs)
+        memory = given[n_inputs : n_inputs + self.shards]
+        cotangents = given[n_inputs + self.shards :]
+        params, results = results[: len(loop.param_results)], results[len(loop.param_results) :]
+        xs, results = results[: len(loop.x_results)], results[len(loop.x_results) :]
+        scratch = results[-self.shards :]
+        forward_steps, forward_rings = self._forward_steps()
+        steps, rings = self._steps(side, self._places)
+        storages = side.program.storages
+        before = [x for _, x in loop.constants]
+        zeros, constants = others[len(before)], others[len(before) + 1 :]
+        tables, after = [], []
+        for k in range(self.shards):
+            inputs = self._inputs(given, k)
+            cts = [f"(char*)({x})" for x in cotangents[k * (n_cts + n_packs) : (k + 1) * (n_cts + n_packs)]]
+            bases = [f"(char*)({scratch[k]}) + {self._places[i][0]}" if i in self._places else "nullptr" for i in range(len(storages))]
+            bases[loop.zero.index] = f"(char*)({zeros})"
+            own = iter(constants)
+            for s in storages:
+                if s.constant is not None:
+                    bases[s.index] = f"(char*)({next(own)})"
+                elif s.input is not None and s.input >= n_saved + n_cts:
+                    bases[s.index] = cts[n_cts + s.input - n_saved - n_cts]
+                    steps[s.index] = loop.ys[loop.ct_packs[s.input - n_saved - n_cts]].nbytes
+            for index, x, result in zip([i for i in loop.total if i is not None], loop.param_results, params, strict=True):
+                bases[index] = f"(char*)({result}) + {k * x.nbytes}"
+            for index, x, result in zip([i for i in loop.x_grads if i is not None], loop.x_results, xs, strict=True):
+                bases[index] = f"(char*)({result}) + {k * length * x.nbytes}"
+                steps[index] = x.nbytes
+            forward = self._forward_bases(inputs, memory[k], others, ["nullptr"] * len(loop.ys))
+            tables.append(([*forward, *bases], [*self._starts(inputs), *cts[:n_cts]]))
+            n = len(loop.carry_grads)
+            after += self._copies(list(loop.carry_grads.values()), results[k * n : (k + 1) * n], self._places, scratch[k], 0)
+        return tables, [*forward_steps, *steps], [*forward_rings, *rings], after
+
+
+def _list(values: Sequence[Any]) -> str:
+    return f"{{{', '.join(map(str, values or ['0']))}}}"
+
+
+_loop_calls: list[LoopCall] = []
+_numbers: dict[tuple[int, int, int, bool], int] = {}
+
+
+def loop_number(loop: Loop, length: int, shards: int, backward: bool) -> int:
+    """The number by which a graph knows a call of a loop."""
+    key = (id(loop), length, shards, backward)
+    if key not in _numbers:
+        _loop_calls.append(LoopCall(loop, length, shards, backward))  # which keeps the loop, and so its identity
+        _numbers[key] = len(_loop_calls) - 1
+    return _numbers[key]
+
+
+def loop_call(number: int) -> LoopCall:
+    """See :func:`loop_number`."""
+    return _loop_calls[number]

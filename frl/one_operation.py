@@ -1,7 +1,8 @@
 """Functions that are one operation in graphs that Inductor compiles for a CPU, and C++ of ours when they run.
 
 A long chain of small operations costs a compiler seconds wherever it occurs, and what it generates is no faster than a loop that one would write. Such a
-function asks :func:`in_use` and then calls its operation; elsewhere, and where a gradient may be asked for, it is written out.
+function asks :func:`in_use` and then calls its operation; elsewhere, and where a gradient may be asked for, it is written out. A time loop is one operation
+too (:mod:`frl.loop_operation`), in graphs of functions that nobody differentiates.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 _state = threading.local()
@@ -17,17 +18,60 @@ _state = threading.local()
 
 def in_use() -> bool:
     """Whether a graph is being captured in which such functions are to be one operation."""
-    return getattr(_state, "on", False)
+    return bool(getattr(_state, "on", False))
 
 
 @contextmanager
-def as_one_operation(on: bool) -> Iterator[None]:
-    """Graphs captured inside, by this thread, call the operations."""
-    before, _state.on = in_use(), on
+def as_one_operation(on: bool) -> Iterator[bool]:
+    """Graphs captured inside, by this thread, call the operations if ``on``, which is given back."""
+    with _set("on", on):
+        yield on
+
+
+class Loops:
+    """Time loops in a graph that is being captured.
+
+    Attributes:
+        threads: for the code of a loop; ``None`` for torch's number.
+        met: whether there is one.
+    """
+
+    def __init__(self, threads: int | None) -> None:
+        self.threads = threads
+        self.met = False
+
+
+def loops_in_use() -> Loops | None:
+    """The loops of the graph that is being captured, where they are to be one operation each."""
+    return getattr(_state, "loops", None)
+
+
+@contextmanager
+def with_loops(threads: int | None, on: bool) -> Iterator[Loops]:
+    """Time loops in graphs captured inside, by this thread, are one operation each if ``on``."""
+    loops = Loops(threads)
+    with _set("loops", loops if on else None):
+        yield loops
+
+
+def only_shapes() -> bool:
+    """Whether results are asked for their shapes alone: a loop may then run one step instead of all."""
+    return bool(getattr(_state, "shapes", False))
+
+
+def for_shapes(on: bool) -> AbstractContextManager[None]:
+    """Results of what this thread runs inside are asked for their shapes alone."""
+    return _set("shapes", on)
+
+
+@contextmanager
+def _set(name: str, value: Any) -> Iterator[None]:
+    before = getattr(_state, name, None)
+    setattr(_state, name, value)
     try:
         yield
     finally:
-        _state.on = before
+        setattr(_state, name, before)
 
 
 @functools.cache

@@ -29,7 +29,9 @@ from torch.autograd import Function
 
 from frl import compile as compiler
 from frl import tree
-from frl.native import Loop
+from frl.loop_operation import LoopForward
+from frl.native import Loop, Unsupported
+from frl.one_operation import loops_in_use, only_shapes
 from frl.packing import Packing
 from frl.parts import FlatParts, PartsKernel
 
@@ -70,6 +72,9 @@ def scan(
     if isinstance(unroll, bool) or not isinstance(unroll, int) or unroll < 1:
         raise ValueError(f"unroll must be a positive integer, got {unroll!r}")
     length = _length(xs)
+    if only_shapes():
+        carry, ys = _loop(step, params, carry, xs, 1)
+        return carry, tree.map(lambda y: y.expand(length, *y.shape[1:]), ys)
     if mode == "eager" or compiler.is_tracing():
         return _loop(step, params, carry, xs, length)
     if unroll > 1 and length >= unroll:
@@ -105,7 +110,7 @@ def scan_shards(
     first = (carries[0], xs[0])
     for other in zip(carries[1:], xs[1:], strict=True):
         tree.check_same(other, first, "a shard")
-    if len(carries) > 1 and mode == "inductor" and not compiler.is_tracing():
+    if len(carries) > 1 and mode == "inductor" and not compiler.is_tracing() and not only_shapes():
         p, p_tree = tree.flatten(params)
         c, c_tree = tree.flatten(tuple(carries))
         x, x_tree = tree.flatten(tuple(xs))
@@ -229,11 +234,17 @@ class _Plan:
         self._loops: dict[tuple[bool, int], Loop | None] = {}
 
     def loop(self, differentiable: bool, shards: int = 1) -> Loop | None:
-        """The step as a native loop, where that is possible."""
+        """The step as a native loop, where that is possible. One that runs beside others, or for a program of one thread, has one thread."""
+        graph = loops_in_use()
+        if graph is not None:
+            graph.met = True
+            shards = 2 if graph.threads == 1 else shards
         key = (differentiable, shards)
         if key not in self._loops:
             counts = (*self.counts[:3], len(self.pack.groups))
             self._loops[key] = self.kernel.loop(counts, differentiable=differentiable, shards=shards)
+        if graph is not None and (self._loops[key] is None or (differentiable and self.memory != "save")):
+            raise Unsupported("a loop that is not native, or that goes forward again on its way back")
         return self._loops[key]
 
     def beside(self, differentiable: bool) -> Loop | None:
@@ -267,7 +278,7 @@ class _Plan:
         """Forward without a graph: last carry leaves, then stacked y leaves."""
         params, carry, xs = self.split([x.contiguous() for x in leaves])
         if (loop := self.loop(False)) is not None:
-            return self._outputs(NativeRun(self, loop, [(params, carry, xs)]))
+            return self._outputs(_native_run(self, loop, [(params, carry, xs)]))
         rows = list(zip(*[x.unbind(0) for x in xs], strict=True))
         n_carry = self.counts[1]
         ys = []
@@ -286,7 +297,7 @@ class _Plan:
             return self.run(leaves), _Residual([], [], [], [], 1)
         params, carry, xs = self.split([x.contiguous() for x in leaves])
         if (loop := self.loop(True)) is not None:
-            run = NativeRun(self, loop, [(params, carry, xs)])
+            run = _native_run(self, loop, [(params, carry, xs)])
             return self._outputs(run), run
         rows = list(zip(*[x.unbind(0) for x in xs], strict=True))
         n_carry, keep = self.counts[1], self.memory == "save"
@@ -341,6 +352,10 @@ class _Plan:
         return [*(total or []), *(g.clone() for g in ct_carry), *stacked]
 
 
+def _native_run(plan: _Plan, loop: Loop, shards: list[tuple[list[Tensor], list[Tensor], list[Tensor]]]) -> NativeRun:
+    return (NativeRun if loops_in_use() is None else CapturedRun)(plan, loop, shards)
+
+
 class NativeRun:
     """One run of a native loop over shards; holds what its backward pass needs.
 
@@ -391,16 +406,11 @@ class NativeRun:
         Returns:
             Gradients where they are needed: of the params ``[S, ...]``, for each shard of its carry leaves, of the xs ``[S, T, ...]``.
         """
-        plan, loop = self.plan, self.loop
-        n_params, n_carry, _, _ = plan.counts
-        needed = [i for i, need in enumerate(plan.needs[n_params : n_params + n_carry]) if need]
-        like = [x for x, need in zip(plan.examples, plan.needs, strict=True) if need]
-        here = plan.kernel.present
-        n_diff = sum(plan.needs[:n_params])
-        first_x = n_diff + len(needed)
+        loop, needed, of_params, of_xs = self.loop, *self._layout()
+        like, here = self._like(), self.plan.kernel.present
         given = lambda of: [x for x, there in zip(like[of], here[of], strict=True) if there]
-        sums, total = self._blocks(given(slice(n_diff)), zero=True)
-        grads, x_grads = self._blocks(given(slice(first_x, None)), self.length)
+        sums, total = self._blocks(given(of_params), zero=True)
+        grads, x_grads = self._blocks(given(of_xs), self.length)
         for start in reversed(range(0, self.length, self.stride)):
             part = slice(start, start + self.stride)
             done = self.done or self._forward(start, self.starts[start // self.stride], None)[1]
@@ -412,12 +422,37 @@ class NativeRun:
                 [[x[part] for x in row] for row in x_grads],
             )
             carries = [dict(zip(needed, row, strict=True)) for row in rows]
+        return self._filled(sums, of_params), [list(carry.values()) for carry in carries], self._filled(grads, of_xs, self.length)
 
-        def filled(values: Sequence[Tensor], of: slice, *lead: int) -> list[Tensor]:
-            there = iter(values)
-            return [next(there) if flag else x.new_zeros((len(carries), *lead, *x.shape)) for x, flag in zip(like[of], here[of], strict=True)]
+    def _like(self) -> list[Tensor]:
+        return [x for x, need in zip(self.plan.examples, self.plan.needs, strict=True) if need]
 
-        return filled(sums, slice(n_diff)), [list(carry.values()) for carry in carries], filled(grads, slice(first_x, None), self.length)
+    def _layout(self) -> tuple[list[int], slice, slice]:
+        """Carry leaves that need a gradient; where the params and the xs are among all that need one."""
+        n_params, n_carry, _, _ = self.plan.counts
+        needed = [i for i, need in enumerate(self.plan.needs[n_params : n_params + n_carry]) if need]
+        n_diff = sum(self.plan.needs[:n_params])
+        return needed, slice(n_diff), slice(n_diff + len(needed), None)
+
+    def _filled(self, values: Sequence[Tensor], of: slice, *lead: int) -> list[Tensor]:
+        """Gradients with zeros for those that the backward pass does not give."""
+        there = iter(values)
+        flags = self.plan.kernel.present[of]
+        return [next(there) if flag else x.new_zeros((len(self.xs), *lead, *x.shape)) for x, flag in zip(self._like()[of], flags, strict=True)]
+
+
+class CapturedRun(NativeRun):
+    """A run in a graph that is being captured."""
+
+    def forward(self) -> tuple[list[list[Tensor]], list[Tensor]]:
+        self.done = LoopForward(self.loop, list(zip(self.params, self.starts[0], self.xs, strict=True)))
+        return self.done.carries, self.done.ys
+
+    def backward(self, carries: list[dict[int, Tensor]], packs: list[list[Tensor]]) -> tuple[list[Tensor], list[list[Tensor]], list[Tensor]]:
+        _, of_params, of_xs = self._layout()
+        rows = [[*(carry[i] for i in self.loop.ct_carry), *row] for carry, row in zip(carries, packs, strict=True)]
+        params, xs, grads = self.done.backward([[x.contiguous() for x in row] for row in rows])
+        return self._filled(params, of_params), grads, self._filled(xs, of_xs, self.length)
 
 
 class _Residual:
@@ -477,7 +512,8 @@ def _plan(step: Callable, trees: tuple, counts: tuple, leaves: Sequence[Tensor],
     shapes = tuple((leaf.shape if i < before_x else leaf.shape[1:], leaf.dtype, leaf.device) for i, leaf in enumerate(leaves))
     key = (step, *trees, shapes, needs, memory, mode)
     if key not in _plans:
-        _plans[key] = _make_plan(step, trees, counts, shapes, needs, memory, mode)
+        make = lambda: _make_plan(step, trees, counts, shapes, needs, memory, mode)
+        _plans[key] = make() if loops_in_use() is None else compiler.in_clean_thread(make)
         if len(_plans) > _CACHE_LIMIT:
             _plans.popitem(last=False)
     return _plans[key]
@@ -511,7 +547,7 @@ class _Shards:
         params, rest = leaves[:n_params], leaves[n_params:]
         carries, xs = rest[: n_carry * self.size], rest[n_carry * self.size :]
         shards = [(params, carries[i * n_carry : (i + 1) * n_carry], xs[i * n_x : (i + 1) * n_x]) for i in range(self.size)]
-        return NativeRun(self.plan, self.native, shards)
+        return _native_run(self.plan, self.native, shards)
 
     def _outputs(self, run: NativeRun) -> list[Tensor]:
         carries, packs = run.forward()
@@ -549,7 +585,7 @@ class _Members:
         loop = self.plan.beside(self.differentiable)
         assert loop is not None
         columns = [[x] * self.size if d is None else x.unbind(0) for x, d in zip((x.contiguous() for x in leaves), self.dims, strict=True)]
-        return NativeRun(self.plan, loop, [self.plan.split(row) for row in zip(*columns, strict=True)])
+        return _native_run(self.plan, loop, [self.plan.split(row) for row in zip(*columns, strict=True)])
 
     def _outputs(self, run: NativeRun) -> list[Tensor]:
         carries, packs = run.forward()

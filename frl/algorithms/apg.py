@@ -317,10 +317,15 @@ def make_apg(
 
     def update(state: TrainState, rollout: Any) -> TrainState:
         """One gradient step; bit for bit the same result for the same arguments, which it leaves as they were."""
+        usual = built_in and prepare is None and config.memory == "save" and isinstance(rollout, Rollout) and rollout.noise.shape[0] == config.horizon
+        kept = {"key": state.key, "hyper": state.hyper}
+        return (at_once if usual else gradient_step)(state._replace(key=(), metrics={}), rollout)._replace(**kept)  # type: ignore[arg-type]
+
+    def gradient_step(state: TrainState, rollout: Any) -> TrainState:
+        """An update of compiled parts."""
         parts = [rollout] if isinstance(rollout, Rollout) else list(rollout)
         results = []
-        rest = state._replace(env_state=(), key=(), metrics={})  # type: ignore[arg-type]
-
+        rest = state._replace(env_state=())
         for part in parts:
             extra: dict[str, Any] = {"hyper": state.hyper} if built_in else {}
             probe = torch.zeros_like(part.noise) if probing else ()
@@ -345,7 +350,7 @@ def make_apg(
         played = [(aux["trajectory"], aux["adjoint"]) for _, aux in results]
         # With scheduled horizons the shapes of what was played change; what depends on them then runs eagerly.
         new = finish(rest, grads, terms, played) if prepare is None else finish_digest(rest, grads, terms, digest(rest, played))
-        return new._replace(env_state=results[-1][1]["env_state"], key=state.key)
+        return new._replace(env_state=results[-1][1]["env_state"], hyper={})
 
     def digest(state: TrainState, played: list[tuple[Trajectory, Any]]) -> dict[str, Any]:
         """What the rest of the update needs of the trajectories; nothing in it has the horizon in its shape."""
@@ -433,6 +438,7 @@ def make_apg(
 
     finish_digest = compiler.jit(_finish_digest, mode=config.compile_mode)
     finish = compiler.jit(_finish, mode=config.compile_mode)
+    at_once = compiler.whole(gradient_step, mode=config.compile_mode)
     ahead = compiler.captured_ahead(collect, update, mode=config.compile_mode) if built_in else collect
     return Algorithm(init=init, collect=ahead, update=update)
 
