@@ -323,7 +323,7 @@ def _generate(
         options["cpp.threads"] = threads
     if _largest(graph) > _APART:
         options["cpp.max_horizontal_fusion_size"] = 1
-    with config.patch(options), native.deferring_kernels(), _one_handler(), _apart(), torch.no_grad():
+    with config.patch(options), native.deferring_kernels(), _one_handler(), _apart(), _wide_tiles(), torch.no_grad():
         code = compile_fx_inner(graph, examples, is_backward=backward, is_inference=inference)
     return getattr(code, "current_callable", None) or code
 
@@ -364,6 +364,27 @@ def _apart() -> Any:
         return contextlib.nullcontext()
     on_cpu = lambda match: match.kwargs["inp"].meta["val"].device.type == "cpu"
     return mock.patch.object(post_grad, "should_prefer_unfused_addmm", lambda match: on_cpu(match) or apart(match))
+
+
+def _wide_tiles() -> Any:
+    """A context in which Inductor tiles no dimension that is shorter than a vector beside one that is not: such tiles are worked through number by number."""
+    from unittest import mock
+
+    try:
+        from torch._inductor.codegen.cpp import TilingSelect
+
+        select = TilingSelect._select_tiling_indices
+    except (ImportError, AttributeError):
+        return contextlib.nullcontext()
+
+    def wide(self: Any, fns: Any, sizes: Any, factor: int) -> list[int]:
+        found = select(self, fns, sizes, factor)
+        group, reduced = max(sizes, key=lambda pair: len(pair[1]))
+        ranges = (*group, *reduced)
+        long = [i for i in found if i < len(ranges) and ranges[i] >= factor]
+        return long if len(long) == 1 else found
+
+    return mock.patch.object(TilingSelect, "_select_tiling_indices", wide)
 
 
 def _finished(call: Callable[[list], Sequence]) -> Callable[[list], Sequence]:

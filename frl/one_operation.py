@@ -74,6 +74,13 @@ def _set(name: str, value: Any) -> Iterator[None]:
         setattr(_state, name, before)
 
 
+def vectorised(source: str) -> str:
+    """C++ whose plain loops become vector code: Inductor's flags forbid it, since what it generates uses vector types."""
+    gcc = "#if defined(__GNUC__) && !defined(__clang__)\n%s#endif\n"
+    begin = gcc % '#pragma GCC push_options\n#pragma GCC optimize("tree-loop-vectorize")\n'
+    return begin + source + gcc % "#pragma GCC pop_options\n"
+
+
 @functools.cache
 def library(source: str) -> Any:
     """C++ that needs nothing of torch, compiled and loaded, for a call from Python; a native loop has the source in its own library."""

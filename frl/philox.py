@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from frl.one_operation import library
+from frl.one_operation import library, vectorised
 
-SOURCE = r"""
+SOURCE = vectorised(r"""
 #include <cstdint>
 static inline void rounds(int n, uint32_t* a, uint32_t* b, uint32_t* c, uint32_t* d, uint32_t* k, uint32_t* l) {
   for (int r = 0; r < 10; ++r) {
@@ -31,42 +31,52 @@ static inline void rounds(int n, uint32_t* a, uint32_t* b, uint32_t* c, uint32_t
   }
 }
 // Counter (first, operand 0, third, operand 1), key (operand 2, operand 3): operands with strides in elements, 0 where they are broadcast, over a shape of
-// `ndim` dimensions. `out` holds four words for each element.
+// `ndim` dimensions. `out` holds the first words of all elements, then the second ones, and so on.
 extern "C" void frl_philox(
     int ndim, const int64_t* shape, const int64_t* strides, const int64_t* const* operands, int64_t first, int64_t third, int64_t* out, int threads) {
+  constexpr int tile = 64;
   int64_t total = 1;
   for (int d = 0; d < ndim; ++d) total *= shape[d];
-  constexpr int tile = 64;
-  const int64_t tiles = (total + tile - 1) / tile;
+  // Tiles lie along the last dimension if that is long, and else wherever they come to lie.
+  const bool along = ndim > 0 && shape[ndim - 1] >= tile / 2;
+  const int64_t inner = along ? shape[ndim - 1] : total, per_row = (inner + tile - 1) / tile, tiles = inner ? total / inner * per_row : 0;
   #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
   for (int64_t m = 0; m < tiles; ++m) {
-    uint32_t w[4][tile], a[tile], c[tile];
-    const int64_t start = m * tile;
-    const int n = (int)(total - start < tile ? total - start : tile);
+    uint32_t w[4][tile] = {}, a[tile], c[tile];
+    const int64_t from = m % per_row * tile, start = m / per_row * inner + from;
+    const int n = (int)(inner - from < tile ? inner - from : tile);
     int64_t index[16], offset[4] = {0, 0, 0, 0}, rest = start;
     for (int d = ndim - 1; d >= 0; --d) {
       index[d] = rest % shape[d];
       rest /= shape[d];
       for (int j = 0; j < 4; ++j) offset[j] += index[d] * strides[j * ndim + d];
     }
-    for (int i = 0; i < n; ++i) {
-      for (int j = 0; j < 4; ++j) w[j][i] = (uint32_t)operands[j][offset[j]];
-      for (int d = ndim - 1; d >= 0; --d) {
-        for (int j = 0; j < 4; ++j) offset[j] += strides[j * ndim + d];
-        if (++index[d] < shape[d]) break;
-        for (int j = 0; j < 4; ++j) offset[j] -= shape[d] * strides[j * ndim + d];
-        index[d] = 0;
+    if (along) {
+      for (int j = 0; j < 4; ++j) {
+        const int64_t* const x = operands[j] + offset[j];
+        const int64_t stride = strides[j * ndim + ndim - 1];
+        if (stride == 0) for (int i = 0; i < n; ++i) w[j][i] = (uint32_t)x[0];
+        else if (stride == 1) for (int i = 0; i < n; ++i) w[j][i] = (uint32_t)x[i];
+        else for (int i = 0; i < n; ++i) w[j][i] = (uint32_t)x[i * stride];
+      }
+    } else {
+      for (int i = 0; i < n; ++i) {
+        for (int j = 0; j < 4; ++j) w[j][i] = (uint32_t)operands[j][offset[j]];
+        for (int d = ndim - 1; d >= 0; --d) {
+          for (int j = 0; j < 4; ++j) offset[j] += strides[j * ndim + d];
+          if (++index[d] < shape[d]) break;
+          for (int j = 0; j < 4; ++j) offset[j] -= shape[d] * strides[j * ndim + d];
+          index[d] = 0;
+        }
       }
     }
     for (int i = 0; i < tile; ++i) a[i] = (uint32_t)first, c[i] = (uint32_t)third;
     rounds(tile, a, w[0], c, w[1], w[2], w[3]);
-    for (int i = 0; i < n; ++i) {
-      int64_t* y = out + 4 * (start + i);
-      y[0] = a[i], y[1] = w[0][i], y[2] = c[i], y[3] = w[1][i];
-    }
+    const uint32_t* const words[4] = {a, w[0], c, w[1]};
+    for (int j = 0; j < 4; ++j) for (int i = 0; i < n; ++i) out[j * total + start + i] = words[j][i];
   }
 }
-"""
+""")
 _MAX_DIMS = 16
 
 
@@ -78,11 +88,20 @@ def layout(*operands: Tensor) -> tuple[list[int], list[int]]:
     return list(words[0].shape), [s for x in words for s in x.stride()]
 
 
-@torch.library.custom_op("frl::philox", mutates_args=(), device_types="cpu")
 def philox(c1: Tensor, c3: Tensor, k0: Tensor, k1: Tensor, c0: int, c2: int) -> Tensor:
-    """Four words ``[..., 4]`` for the counter ``(c0, c1, c2, c3)`` under the key ``(k0, k1)``: int64 tensors that broadcast, values in [0, 2^32)."""
+    """Four words ``[..., 4]`` for the counter ``(c0, c1, c2, c3)`` under the key ``(k0, k1)``: int64 tensors that broadcast, values in [0, 2^32).
+
+    In memory the first words of all elements come first, then the second ones; under ``vmap`` what is mapped comes last. Loops over rows then read one
+    number after the other.
+    """
+    return operation(c1, c3, k0, k1, c0, c2).movedim(0, -1)
+
+
+@torch.library.custom_op("frl::philox", mutates_args=(), device_types="cpu")
+def operation(c1: Tensor, c3: Tensor, k0: Tensor, k1: Tensor, c0: int, c2: int) -> Tensor:
+    """The words as ``[4, ...]``."""
     shape, strides = layout(c1, c3, k0, k1)
-    out = torch.empty((*shape, 4), dtype=torch.int64)
+    out = torch.empty((4, *shape), dtype=torch.int64)
     if out.numel():
         library(SOURCE).frl_philox(
             len(shape),
@@ -97,19 +116,13 @@ def philox(c1: Tensor, c3: Tensor, k0: Tensor, k1: Tensor, c0: int, c2: int) -> 
     return out
 
 
-@philox.register_fake
+@operation.register_fake
 def _(c1: Tensor, c3: Tensor, k0: Tensor, k1: Tensor, c0: int, c2: int) -> Tensor:
-    return torch.empty((*torch.broadcast_shapes(c1.shape, c3.shape, k0.shape, k1.shape), 4), dtype=torch.int64, device=k0.device)
+    return torch.empty((4, *torch.broadcast_shapes(c1.shape, c3.shape, k0.shape, k1.shape)), dtype=torch.int64, device=k0.device)
 
 
-@philox.register_vmap
+@operation.register_vmap
 def _(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
-    words, dims = args[:4], in_dims[:4]
-    rank = max(x.ndim - (d is not None) for x, d in zip(words, dims, strict=True))
-    aligned = []
-    for x, d in zip(words, dims, strict=True):
-        if d is not None:
-            x = x.movedim(d, 0)
-            x = x.reshape(x.shape[0], *([1] * (rank + 1 - x.ndim)), *x.shape[1:])
-        aligned.append(x)
-    return philox(*aligned, *args[4:]), 0
+    aligned = [x.unsqueeze(-1) if d is None else x.movedim(d, -1) for x, d in zip(args[:4], in_dims[:4], strict=True)]
+    words = operation(*aligned, *args[4:])
+    return words, words.ndim - 1

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from frl.one_operation import library
+from frl.one_operation import library, vectorised
 
-SOURCE = r"""
+SOURCE = vectorised(r"""
 #include <cstdint>
 // y[t][i] = x[t][i] + factor[i] * (linked[t][i] ? y[t + 1][i] : 0) over `steps` steps of `n` numbers; `stride` of the factor is 0 or 1.
 template <typename T> static void frl_suffix_sums(int64_t steps, int64_t n, const T* x, const T* factor, int64_t stride, const uint8_t* linked, T* y) {
@@ -31,7 +31,7 @@ template <typename T> static void frl_suffix_sums(int64_t steps, int64_t n, cons
     }
   }
 }
-"""
+""")
 _ENTRIES = """
 extern "C" void frl_suffix_sums_float(int64_t s, int64_t n, const float* x, const float* f, int64_t d, const uint8_t* l, float* y) {
   frl_suffix_sums(s, n, x, f, d, l, y);

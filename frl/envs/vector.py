@@ -117,6 +117,11 @@ class VecEnv:
         number = state.steps + 1 + torch.arange(length, device=state.steps.device)[:, None]
         keys = rng.fold_in(state.key.expand(length, *state.key.shape), number)
 
+        if not self.varies_by_row(env_params):
+            # Rows of all steps as rows of one step, in the last dimension: one long loop, and what is drawn for a row lies beside what is drawn for the next.
+            drawn = self._map(self.env.reset, -1, (keys.flatten(0, 1).movedim(0, -1),), env_params)
+            return tree.map(lambda x: x.unflatten(-1, keys.shape[:2]).movedim((-2, -1), (0, 1)), drawn)
+
         def block(step_keys: Tensor) -> PyTree:
             return self._map(self.env.reset, 0, (step_keys,), env_params)
 
