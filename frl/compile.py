@@ -509,7 +509,7 @@ class Kernel:
             return lambda inputs: _fresh(torch.no_grad()(self._torch_compile())(inputs), inputs)
         if (loop := self.loop((len(self.examples), 0, 0, self._n_out), differentiable=False, shards=1)) is not None:
             return loop.once
-        if self._loops:  # which have code of their own
+        if self._loops or _broken:  # loops have code of their own
             return self._eager_infer
         return _attempt(self._capture_infer, self._name) or self._eager_infer
 
@@ -785,13 +785,7 @@ def whole(fn: Callable, *, mode: str = "inductor") -> Callable:
     """
     if mode != "inductor":
         return fn
-    one = jit(fn, mode=mode)
-
-    def call(*args: Any) -> Any:
-        on_cpu = all(x.device.type == "cpu" for x in tree.leaves(args) if isinstance(x, Tensor))
-        return one(*args) if on_cpu and native.has_products() and not _broken else fn(*args)
-
-    return call
+    return _jit(fn, mode, whole=True)
 
 
 def jit(fn: Callable, *, mode: str = "inductor") -> Callable:
@@ -808,8 +802,11 @@ def jit(fn: Callable, *, mode: str = "inductor") -> Callable:
     Returns:
         A function of the same signature, with the original as ``.eager``.
     """
-    check_mode(mode)
-    cache: dict[Any, tuple[_Compiled, list]] = {}
+    return _jit(fn, check_mode(mode))
+
+
+def _jit(fn: Callable, mode: str, whole: bool = False) -> Callable:
+    cache: dict[Any, tuple[_Compiled, list] | None] = {}
 
     def call(*args: Any) -> Any:
         leaves, structure = tree.flatten(args)
@@ -823,6 +820,8 @@ def jit(fn: Callable, *, mode: str = "inductor") -> Callable:
         key = (structure, _signature(leaves))
         if key not in cache and closes_over_history(fn):
             return fn(*args)  # a compiled call would lose what it closes over
+        if key not in cache and whole and (_broken or not native.has_products() or any(x.device.type != "cpu" for x in tensors)):
+            cache[key] = None
         if key not in cache:
             out_structure: list = []
             static = [None if isinstance(x, Tensor) else x for x in leaves]
@@ -838,7 +837,9 @@ def jit(fn: Callable, *, mode: str = "inductor") -> Callable:
             with below_transforms():
                 examples = [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in tensors]
                 cache[key] = (_Compiled(flat, examples, mode), out_structure)
-        compiled, out_structure = cache[key]
+        if (entry := cache[key]) is None:
+            return fn(*args)
+        compiled, out_structure = entry
         if transformed:
             values = _Call.apply(compiled, *tensors)
         elif alone:

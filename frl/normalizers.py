@@ -65,8 +65,9 @@ def merge(a: NormalizerState, b: NormalizerState) -> NormalizerState:
 
 def _batch(obs: Tensor, mask: Tensor | tuple[()]) -> NormalizerState:
     """Statistics of one batch in two passes; rows that do not count enter as exact zeros."""
-    rows = obs.detach().to(torch.float64).reshape(-1, obs.shape[-1])
-    usable = (rows.abs() <= _LARGEST).all(-1)
+    given = obs.detach().reshape(-1, obs.shape[-1])
+    rows = given.to(torch.float64)
+    usable = (given.abs() <= _LARGEST if obs.dtype == torch.float64 else torch.isfinite(given)).all(-1)  # narrower dtypes end below the limit
     wanted = torch.ones_like(usable) if isinstance(mask, tuple) else mask.expand(obs.shape[:-1]).reshape(-1)
     keep = (wanted & usable).unsqueeze(-1)
     count = keep.sum().to(torch.float64)
