@@ -547,11 +547,19 @@ class Kernel:
 
     def infer_members(self, members: Sequence[list[Tensor]]) -> Sequence[Tensor]:
         """Outputs ``[P, ...]`` of P lists of contiguous inputs, side by side on one thread each where the function is a native loop."""
+        return self._prepare_members()(members)
+
+    def _prepare_members(self) -> Callable[[Sequence[list[Tensor]]], Sequence[Tensor]]:
         if self._beside is None:
             side_by_side, counts = torch.get_num_threads() > 1, (len(self.examples), 0, 0, self._n_out)
             loop = self.loop(counts, differentiable=False, shards=2) if side_by_side else getattr(self.prepare(), "__self__", None)
             self._beside = loop.members if isinstance(loop, native.Loop) else self._one_by_one
-        return self._beside(members)
+        return self._beside
+
+    def is_native(self, members: bool) -> bool:
+        """Whether ``infer``, or ``infer_members``, calls a native program."""
+        call = self._prepare_members() if members else self.prepare()
+        return isinstance(getattr(call, "__self__", None), native.Loop)
 
     def _one_by_one(self, members: Sequence[list[Tensor]]) -> Sequence[Tensor]:
         return [torch.stack(column) for column in zip(*map(self.infer, members), strict=True)]
@@ -836,7 +844,9 @@ def _jit(fn: Callable, mode: str, whole: bool = False) -> Callable:
             flat.__name__ = getattr(fn, "__name__", "fn")
             with below_transforms():
                 examples = [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in tensors]
-                cache[key] = (_Compiled(flat, examples, mode), out_structure)
+                cache[key] = entry = _Compiled(flat, examples, mode), out_structure
+                if whole and not entry[0].kernel.is_native(members=transformed):
+                    cache[key] = None  # its parts are compiled by themselves
         if (entry := cache[key]) is None:
             return fn(*args)
         compiled, out_structure = entry

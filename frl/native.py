@@ -97,7 +97,7 @@ class Sym:
 @dataclass
 class Program:
     """Calls in order: ``("mm", a, b, out)``, ``("addmm", a, b, out, bias)``, ``("bmm", a, b, out)``, ``("philox", operands, out, c0, c2)``,
-    ``("cumsum", x, out, dim)``, ``("cummax", x, out, dim)``, ``("sort", x, out)``, ``("suffix_sums", x, factor, linked, out)``, ``("kernel", name, arguments)``,
+    ``("cumsum", x, out, dim)``, ``("cummax", x, out, dim)``, ``("copy", x, out)``, ``("sort", x, out)``, ``("suffix_sums", x, factor, linked, out)``, ``("kernel", name, arguments)``,
     ``("loop", call, given, results, others)``: a :class:`LoopCall`, its inputs, its outputs and what else it needs, and ``("beside", lists)``: lists of
     calls that run side by side, a thread each."""
 
@@ -266,8 +266,11 @@ def trace(call: Callable, examples: Sequence[Tensor], threads: int | None = None
 
     def sort(x: Any, *, stable: bool, dim: int, descending: bool) -> tuple[Sym]:
         x = known(x)
-        if x.dtype != torch.int64 or not x.contiguous or not x.shape or dim % len(x.shape) != len(x.shape) - 1 or descending:
+        if x.dtype != torch.int64 or not x.shape or dim % len(x.shape) != len(x.shape) - 1 or descending:
             raise Unsupported(f"sort of {x.dtype} {x.shape} along {dim}")
+        if not x.contiguous:
+            x, given = empty(x.shape, _dense(x.shape), x.dtype), x
+            program.calls.append(("copy", given, x))
         out = empty(x.shape, _dense(x.shape), x.dtype)
         program.calls.append(("sort", x, out))
         return (out,)  # values alone: code that reads the order too finds no second result
@@ -508,14 +511,23 @@ def _overlapping(program: Program) -> set[tuple[str, int]]:
     return found
 
 
+def _over(x: Sym, out: Sym, without: int | None = None) -> tuple[list[str], list[str], list[str]]:
+    """Loops over all dimensions but one, and where in ``x`` and ``out`` they are."""
+    dims = [(d, n, a, b) for d, (n, a, b) in enumerate(zip(x.shape, x.stride, out.stride, strict=True)) if d != without]
+    loops = [f"for (int64_t i{d} = 0; i{d} < {n}; ++i{d}) " for d, n, _, _ in dims]
+    return loops, [f" + i{d} * {a}" for d, _, a, _ in dims], [f" + i{d} * {b}" for d, _, _, b in dims]
+
+
+def _copy(x: Sym, out: Sym, place: Callable[[Sym], str]) -> str:
+    """Every element of ``x`` at its place in ``out``, which has other strides."""
+    kind = _C_TYPES[x.dtype]
+    loops, source, target = _over(x, out)
+    return f"{''.join(loops)}(({kind}*)({place(out)}))[0{''.join(target)}] = ((const {kind}*)({place(x)}))[0{''.join(source)}];"
+
+
 def _running(kind: str, x: Sym, out: Sym, dim: int, place: Callable[[Sym], str]) -> str:
     """``cumsum`` or ``cummax`` along a dimension into a contiguous result."""
-    loops, source, target = [], [], []
-    for d, (n, a, b) in enumerate(zip(x.shape, x.stride, out.stride, strict=True)):
-        if d != dim:
-            loops.append(f"for (int64_t i{d} = 0; i{d} < {n}; ++i{d}) ")
-            source.append(f" + i{d} * {a}")
-            target.append(f" + i{d} * {b}")
+    loops, source, target = _over(x, out, dim)
     result, given = _C_TYPES[out.dtype], _C_TYPES[x.dtype]
     first, next_one = ("0", "so_far + z") if kind == "cumsum" else (f"std::numeric_limits<{result}>::lowest()", "std::max(so_far, z)")
     return (
@@ -589,6 +601,9 @@ def _statements(program: Program, calls: Sequence[tuple], threads: int, place: C
         elif call[0] in ("cumsum", "cummax"):
             kind, x, out, dim = call
             lines.append(_running(kind, x, out, dim, place))
+        elif call[0] == "copy":
+            _, x, out = call
+            lines.append(_copy(x, out, place))
         elif call[0] == "sort":
             _, x, out = call
             rows = out.nbytes // 8 // max(x.shape[-1], 1)

@@ -251,13 +251,18 @@ def make_grpo(
         fields = read_rollout(rollout, PLAYED, ("valid", "metrics"))
         if fields["reward"].shape[0] % config.group_size:
             raise ValueError(f"the rollout's rows must be a multiple of group_size, got {fields['reward'].shape[0]} rows and group_size {config.group_size}")
-        # The reference does not change, so it goes round what follows the minibatches.
-        rest = state._replace(env_state=(), metrics={})
-        batch, plan, rate, found = prepare(rest, fields)
-        carry, per_step = run_minibatches(step, state, batch, plan, rate, mode=mode)
+        # The reference does not change: it goes in, and round what comes out.
+        new = learn(state._replace(env_state=(), metrics={}), fields)
         kept = {name: value for name, value in state.extra.items() if name == "reference"}
-        new = finish(rest._replace(extra={name: value for name, value in state.extra.items() if name not in kept}), carry, per_step, found, fields)
         return new._replace(env_state=state.env_state, extra={**new.extra, **kept})
+
+    def all_epochs(state: TrainState, fields: dict[str, Any]) -> TrainState:
+        batch, plan, rate, found = prepare(state, fields)
+        carry, per_step = run_minibatches(step, state, batch, plan, rate, mode=mode)
+        changing = {name: value for name, value in state.extra.items() if name != "reference"}
+        return finish(state._replace(extra=changing), carry, per_step, found, fields)
+
+    learn = compiler.whole(all_epochs, mode=mode)
 
     ahead = compiler.captured_ahead(collect, update, mode=mode) if isinstance(env, VecEnv) else collect  # playing a host environment would move it on
     return Algorithm(init=init, collect=ahead, update=update)

@@ -355,11 +355,15 @@ def make_ppo(
     def update(state: TrainState, rollout: Any) -> TrainState:
         """All epochs on one rollout; bit for bit the same result for the same arguments, which it leaves as they were."""
         fields = read_rollout(rollout, needed, ("valid", "metrics"))
-        rest = state._replace(env_state=(), metrics={})
-        batch, plan, rate, found = prepare(rest, fields)
+        return learn(state._replace(env_state=(), metrics={}), fields)._replace(env_state=state.env_state)
+
+    def all_epochs(state: TrainState, fields: dict[str, Any]) -> TrainState:
+        batch, plan, rate, found = prepare(state, fields)
         by_minibatch = normalized_by_minibatch if config.normalize_advantage_per_mini_batch else None
         carry, per_step = run_minibatches(step, state, batch, plan, rate, mode=mode, prepare=by_minibatch)
-        return finish(rest, carry, per_step, found, fields)._replace(env_state=state.env_state)
+        return finish(state, carry, per_step, found, fields)
+
+    learn = compiler.whole(all_epochs, mode=mode)
 
     ahead = compiler.captured_ahead(collect, update, mode=mode) if isinstance(env, VecEnv) else collect  # playing a host environment would move it on
     return Algorithm(init=init, collect=ahead, update=update)

@@ -162,11 +162,19 @@ def make_recorder(
     def record(params: Params, statistics: dict[str, PyTree], env_state: PyTree, env_params: PyTree, noise: Tensor) -> tuple[Any, TensorDict]:
         from tensordict import TensorDict
 
+        usual = isinstance(env, VecEnv) and noise.shape[0] == length
         with torch.no_grad():
-            env_state, trajectory = unroll(params, statistics["actor"], env_state, env_params, noise)
-            played = trajectory._replace(alive=(), initial_obs=())  # pyright: ignore[reportArgumentType]
-            fields = score(params, statistics, env_state, env_params, played)
+            env_state, fields = (at_once if usual else play_and_score)(params, statistics, env_state, env_params, noise)
         return env_state, TensorDict(fields, batch_size=fields["reward"].shape)
+
+    def play_and_score(
+        params: Params, statistics: dict[str, PyTree], env_state: PyTree, env_params: PyTree, noise: Tensor
+    ) -> tuple[Any, dict[str, Any]]:
+        env_state, trajectory = unroll(params, statistics["actor"], env_state, env_params, noise)
+        played = trajectory._replace(alive=(), initial_obs=())  # pyright: ignore[reportArgumentType]
+        return env_state, score(params, statistics, env_state, env_params, played)
+
+    at_once = compiler.whole(play_and_score, mode=mode)
 
     return record
 
