@@ -17,7 +17,7 @@ import shutil
 import threading
 import time
 import types
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -33,6 +33,7 @@ from frl import philox, suffix_sums
 from frl.one_operation import vectorised
 
 _ALIGN = 64
+_MOST_LOOPS = 8  # in one C++ function
 _C_TYPES = {torch.float32: "float", torch.float64: "double", torch.int64: "int64_t", torch.int32: "int32_t", torch.bool: "bool"}
 _GEMM = {torch.float32: ("sgemm_", "float"), torch.float64: ("dgemm_", "double")}
 
@@ -358,9 +359,38 @@ template <typename T, int N> static inline void frl_store(at::vec::VecMask<T, N>
   const Bytes y = __builtin_convertvector(m, Bytes) & 1;
   std::memcpy(b, &y, size);
 }
+// A store that goes past the cache, for results that nobody reads before long: memory is then written and not read first.
+template <typename X, typename T, typename... Count> static inline void frl_stream(X x, T* b, Count... count) {
+#if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
+  if constexpr (sizeof...(Count) == 0 && std::is_same_v<X, at::vec::Vectorized<float>>) {
+    // Not the intrinsic, which the compiler takes for a store to anywhere: nothing would be kept in registers over it.
+    constexpr int size = 4 * at::vec::Vectorized<float>::size();
+    typedef float Place __attribute__((vector_size(size)));
+    if ((uintptr_t)b % size == 0) {
+      Place y;
+      x.store(&y);
+      __asm__("vmovntps %1, %0" : "=m"(*(Place*)b) : "x"(y));
+      return;
+    }
+  }
+#endif
+  frl_store(x, b, count...);
+}
 template <typename T, int N, typename U, int L> static inline at::vec::VecMask<T, N> frl_cast(const at::vec::VecMask<U, L>& m) {
   if constexpr (std::is_same_v<T, double> && sizeof(U) == 4) return m.template cast<int64_t, N>().template cast<double, N>();
   else return m.template cast<T, N>();
+}
+template <typename T, int N, typename U, int L> static inline auto frl_convert(const at::vec::VectorizedN<U, L>& x) {
+  constexpr int size = at::vec::VectorizedN<U, L>::size(), half = size / 2;
+  if constexpr (sizeof(T) + sizeof(U) == 12 && std::is_floating_point_v<T> && std::is_floating_point_v<U> && at::vec::VectorizedN<T, N>::size() == size) {
+    typedef U From __attribute__((vector_size(half * sizeof(U))));
+    typedef T To __attribute__((vector_size(half * sizeof(T))));
+    alignas(64) From a[2];
+    alignas(64) To b[2];
+    x.store(a);
+    for (int i = 0; i < 2; ++i) b[i] = __builtin_convertvector(a[i], To);
+    return at::vec::VectorizedN<T, N>::loadu(b);
+  } else return at::vec::VectorizedN<T, N>(at::vec::convert<T, N, U, L>(x));
 }
 template <typename T, int N, typename U, int L> static inline at::vec::VecMask<T, N> frl_from(const at::vec::VectorizedN<U, L>& x) {
   if constexpr (sizeof(U) >= 4 && sizeof(T) >= 4 && at::vec::VecMask<T, N>::size() == at::vec::VectorizedN<U, L>::size())
@@ -412,6 +442,9 @@ extern "C" int frl_loop(int64_t length, int shards, const Table* tables) {
     const bool alone = frl_threads == 1 && MKL_Set_Num_Threads_Local;
     const int before = alone ? MKL_Set_Num_Threads_Local(1) : 0;
     try { run(length, tables[0]); } catch (const std::exception&) { failed = 1; }
+#if defined(__SSE__)
+    _mm_sfence();  // what was written past the cache is there
+#endif
     if (alone) MKL_Set_Num_Threads_Local(before);
     return failed;
   }
@@ -462,8 +495,8 @@ def _product(a: Sym, b: Sym, out: Sym, place: Callable[[Sym], str], beta: int = 
     )
 
 
-def _source(program: Program, body: list[str]) -> str:
-    """A C++ file with the kernels of a program and ``run``, whose body is given."""
+def _source(program: Program, body: list[str], streamed: set[int] | None = None) -> str:
+    """A C++ file with the kernels of a program and ``run``, whose body is given. Storages that are ``streamed`` are results that nobody reads before long."""
     parts = [_PREFIX]
     names = {call[0] for call in program.every_call()}
     if "philox" in names:
@@ -472,7 +505,7 @@ def _source(program: Program, body: list[str]) -> str:
         parts.append(suffix_sums.SOURCE)
     if "sort" in names:
         parts.append(_SORT)
-    overlapping = _overlapping(program)
+    overlapping, past_cache = _overlapping(program), _written_past_cache(program, streamed or set())
     for i, (name, (kinds, source)) in enumerate(program.kernels.items()):
         # The flag for integer division by zero is shared by all threads; without it such a division raises at once.
         lines = [line for line in source.splitlines() if "inductor_cpu_integer_div_error" not in line and not line.startswith("#include")]
@@ -485,9 +518,15 @@ def _source(program: Program, body: list[str]) -> str:
         text = re.sub(r"std::(exp|expm1|log|log1p)\((?=tmp\w+\))", r"frl_\1(", text)
         text = re.sub(r"at::vec::VecMask<(float|double|int32_t|int64_t|int),(\d)>::from\((?=(in|out|in_out)_ptr)", r"frl_mask<\1,\2>(", text)
         text = re.sub(r"at::vec::VecMask<(\w+),(\d)>::from<(\w+),(\d)>\((?=tmp\w+\))", r"frl_from<\1,\2,\3,\4>(", text)
+        text = re.sub(r"at::vec::convert<(double,\d,float,\d|float,\d,double,\d)>\((?=tmp\w+\))", r"frl_convert<\1>(", text)
         text = re.sub(r"\b(tmp\w+)\.template cast<(\w+),(\d)>\(\)", r"frl_cast<\2,\3>(\1)", text)
         text = re.sub(r"\b(tmp\w+)\.store\((?=(out|in_out)_ptr)", r"frl_store(\1, ", text)
-        parts.append(text)
+        for at in sorted(at for kernel, at in past_cache if kernel == name):
+            target = re.findall(r"\b(?:in|out|in_out)_ptr\d+(?=[,)\s])", text)[at]
+            uses, stores = len(re.findall(rf"\b{target}\b", text)) - 1, len(re.findall(rf"frl_store\(tmp\w+, {target} ", text))
+            if target.startswith("out") and uses == stores:
+                text = re.sub(rf"frl_store\((tmp\w+), {target} ", rf"frl_stream(\1, {target} ", text)
+        parts.append(_in_functions("".join(map(_hoisted, _blocks(text)))))
     parts += [
         f"constexpr int frl_threads = {program.threads};",
         "static void run(int64_t length, const Table& f) {",
@@ -496,6 +535,52 @@ def _source(program: Program, body: list[str]) -> str:
         _ENTRY,
     ]
     return "\n".join(parts)
+
+
+def _blocks(kernel: str) -> list[str]:
+    """A kernel's head, and each of its loops one after the other."""
+    return re.split(r"(?m)^(?=    \{\n)", kernel)
+
+
+def _hoisted(block: str) -> str:
+    """A loop with assembly in it, over which the compiler moves nothing: numbers that are the same in all its steps are computed before it."""
+    if "frl_stream(" not in block or "[&]" in block:
+        return block
+    first, *lines = block.split("\n")
+    times = Counter(re.findall(r"auto (tmp\d+) =", block))
+    written = {*re.findall(r"frl_st\w+\(tmp\w+, (\w+)", block), *re.findall(r"(\w+_ptr\d+)\[[^\]]*\] =", block)}
+    before, rest, known = [], [], set()
+    for line in lines:
+        found = re.fullmatch(r"\s*auto (tmp\d+) = (.*);", line)
+        if (
+            found
+            and times[found[1]] == 1
+            and not re.search(r"\bx\d|loadu|tmp_acc", found[2])
+            and known.issuperset(re.findall(r"tmp\d+", found[2]))
+            and written.isdisjoint(re.findall(r"\w+_ptr\d+", found[2]))
+        ):
+            known.add(found[1])
+            before.append(line)
+        else:
+            rest.append(line)
+    return "\n".join([first, *before, *rest])
+
+
+def _in_functions(kernel: str) -> str:
+    """A kernel of many loops as a function for each: in long functions the C++ compiler keeps less in registers."""
+    head, *blocks = _blocks(kernel)
+    if len(blocks) <= _MOST_LOOPS or "#pragma omp parallel" in kernel or head.partition(")\n{")[2].strip():  # a buffer that they share
+        return kernel
+    name = re.search(r"void (kernel_\d+)\(", head)
+    assert name is not None
+    declared = {re.findall(r"\w+", x)[-1]: x.strip() for x in head[name.end() : head.rindex(")")].split(",")}
+    blocks[-1] = blocks[-1].rstrip().removesuffix("}")
+    functions, calls = [], []
+    for i, block in enumerate(blocks):
+        used = [x for x in declared if re.search(rf"\b{x}\b", block)]
+        functions.append(f"static __attribute__((noinline)) void {name[1]}_{i}({', '.join(declared[x] for x in used)})\n{{\n{block}}}\n")
+        calls.append(f"    {name[1]}_{i}({', '.join(used)});\n")
+    return f"{''.join(functions)}{head}{''.join(calls)}}}\n"
 
 
 def _overlapping(program: Program) -> set[tuple[str, int]]:
@@ -509,6 +594,20 @@ def _overlapping(program: Program) -> set[tuple[str, int]]:
             kinds = program.kernels[call[1]][0]
             found |= {(call[1], at) for ats in uses.values() if len(ats) > 1 and not all(kinds[i].startswith("const") for i in ats) for at in ats}
     return found
+
+
+def _written_past_cache(program: Program, streamed: set[int]) -> set[tuple[str, int]]:
+    """Kernels and positions of their arguments that in every call are a streamed storage, which no other call uses."""
+    uses: dict[int, int] = {}
+    for call in program.every_call():
+        for x in _symbols(call):
+            uses[x.storage.index] = uses.get(x.storage.index, 0) + 1
+    found: dict[tuple[str, int], bool] = {}
+    for call in program.every_call():
+        if call[0] == "kernel":
+            for at, x in enumerate(call[2]):
+                found[call[1], at] = found.get((call[1], at), True) and x.storage.index in streamed and uses[x.storage.index] == 1
+    return {key for key, here in found.items() if here}
 
 
 def _over(x: Sym, out: Sym, without: int | None = None) -> tuple[list[str], list[str], list[str]]:
@@ -745,6 +844,7 @@ class _Memory:
 
 
 _LARGE = 1 << 20  # bytes from which a result is kept for its memory
+_STREAMED = 32 << 20  # bytes of large results together from which they are written past the cache
 
 
 class _Results:
@@ -927,7 +1027,10 @@ class Loop:
         self.constants = [(s.index, s.constant) for s in storages if s.constant is not None]
         self.inputs = [(s.index, s.input, s.nbytes if s.input >= n_params + n_carry else 0) for s in storages if s.input is not None]
         self._pool: dict[int, list[Tensor]] = {}
-        self._builds = [_Build(_source(forward, self._forward_body()))]
+        # Large results of a single run, such as the parameters of a large network, leave the cache anyway.
+        large = [y for y in self.ys if y.nbytes >= _LARGE and y.storage.index in side.direct] if self.n_inputs == n_params else []
+        streamed = {y.storage.index for y in large} if sum(y.nbytes for y in large) >= _STREAMED else set()
+        self._builds = [_Build(_source(forward, self._forward_body(), streamed))]
         self._calls: dict[int, Callable] = {}
         self._frames: list[_Frame] = []
         self._large = _Results()

@@ -99,26 +99,41 @@ def chain(*optimizers: Optimizer) -> Optimizer:
     return Optimizer(init, update)
 
 
-def _scaled_norm(grads: PyTree) -> tuple[Tensor, Tensor]:
-    """``(scale, ratio)`` whose product is the global norm; neither overflows nor underflows for finite leaves. The norm's gradient at 0 is 0."""
+_FAR = 2.0**64  # norms beyond it are divided out in two steps: limit / norm would lose digits in float32
+
+
+def _scaled_norm(grads: PyTree) -> tuple[Tensor, Tensor, torch.dtype]:
+    """``(scale, ratio, dtype)``: a product that is the global norm, and the dtype that is asked for. The norm's gradient at 0 is 0.
+
+    Squares of narrower numbers neither overflow nor underflow in float64; those of float64 are taken of numbers divided by the largest.
+    """
     parts = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in tree.floating(grads) if x.numel() > 0]
     if not parts:
-        return torch.ones(()), torch.zeros(())
-    # The scale cancels in the product, so it is a constant for differentiation; a scale of 1 lets infinities and NaN through as themselves.
-    largest = torch.stack([x.detach().abs().amax() for x in parts]).amax()
-    scale = torch.where(torch.isfinite(largest) & (largest > 0), largest, 1.0)
-    total = torch.stack([torch.square(x / scale).sum() for x in parts]).sum()
+        return torch.ones(()), torch.zeros(()), torch.get_default_dtype()
+    narrow = all(x.dtype == torch.float32 for x in parts)
+    if narrow:
+        total = torch.stack([torch.square(x.to(torch.float64)).sum() for x in parts]).sum()
+        scale = torch.ones_like(total)
+    else:
+        # The scale cancels in the product, so it is a constant for differentiation; a scale of 1 lets infinities and NaN through as themselves.
+        largest = torch.stack([x.detach().abs().amax() for x in parts]).amax()
+        scale = torch.where(torch.isfinite(largest) & (largest > 0), largest, 1.0)
+        total = torch.stack([torch.square(x / scale).sum() for x in parts]).sum()
     zero = total == 0
-    return scale, torch.where(zero, 0.0, torch.sqrt(torch.where(zero, 1.0, total)))
+    ratio = torch.where(zero, 0.0, torch.sqrt(torch.where(zero, 1.0, total)))
+    if narrow:
+        scale = torch.where(ratio.detach() > _FAR, _FAR, 1.0).to(ratio.dtype)
+        ratio = ratio / scale
+    return scale, ratio, torch.float32 if narrow else ratio.dtype
 
 
 def global_norm(grads: PyTree) -> Tensor:
-    """Global 2-norm over all floating leaves, ``scale * sqrt(sum((x / scale)^2))`` with ``scale = max |x|``, 0-d.
+    """Global 2-norm over all floating leaves, 0-d.
 
     Squares neither overflow nor underflow. The gradient at 0 is 0; an infinite element gives infinity, a NaN gives NaN.
     """
-    scale, ratio = _scaled_norm(grads)
-    return scale * ratio
+    scale, ratio, dtype = _scaled_norm(grads)
+    return (scale * ratio).to(dtype)
 
 
 def clip_global_norm(grads: PyTree, max_norm: Tensor | float) -> tuple[PyTree, Tensor]:
@@ -134,14 +149,15 @@ def clip_global_norm(grads: PyTree, max_norm: Tensor | float) -> tuple[PyTree, T
 
     Source: Pascanu, Mikolov, Bengio 2013, Algorithm 1, with the small constant and the clamp of ``torch.nn.utils.clip_grad_norm_``.
     """
-    scale, ratio = _scaled_norm(grads)
-    limit = max_norm.to(ratio.dtype) if isinstance(max_norm, Tensor) else ratio.new_full((), max_norm)
+    scale, ratio, dtype = _scaled_norm(grads)
+    limit = max_norm.to(dtype) if isinstance(max_norm, Tensor) else ratio.new_full((), max_norm, dtype=dtype)
     limit = torch.where(limit > 0, limit, torch.nan)
-    norm = scale * ratio
+    norm = (scale * ratio).to(dtype)
     within = norm + 1e-6 <= limit
-    # (x / scale) first: where the norm overflows, limit / norm would be 0.
+    # Down by the scale first: where the norm overflows, limit / norm would be 0. Its inverse is exact, a power of two, unless a leaf is float64.
     factor = limit / (ratio + 1e-6 / scale)
-    return tree.map(lambda x: torch.where(within, x, (x / scale).to(x.dtype) * factor.to(x.dtype)), grads), norm
+    down = (lambda x: x / scale) if dtype == torch.float64 else (lambda x: x * (1 / scale).to(x.dtype))
+    return tree.map(lambda x: torch.where(within, x, down(x).to(x.dtype) * factor.to(x.dtype)), grads), norm
 
 
 def clip_by_global_norm(max_norm: float | None) -> Optimizer:
