@@ -102,12 +102,13 @@ def work(case: str, threads: int, updates: int) -> None:
     import torch
 
     from frl import compile as compiler
-    from frl import native
+    from frl.native import loop as native_loop
+    from frl.native import source as native_source
 
     torch.set_num_threads(threads)
     labels: dict[str, list[str]] = {}
     name = ""
-    plain_statements, plain_source, plain_loop = native._statements, native._source, compiler.Kernel.loop
+    plain_statements, plain_source, plain_loop = native_source.statements, native_loop.source, compiler.Kernel.loop
 
     def statements(program: Any, calls: Sequence[tuple], n: int, place: Callable, replaced: dict[int, str]) -> list[str]:
         lines = []
@@ -139,8 +140,8 @@ def work(case: str, threads: int, updates: int) -> None:
             name = outer
 
     with (
-        mock.patch.object(native, "_statements", statements),
-        mock.patch.object(native, "_source", source),
+        mock.patch.object(native_source, "statements", statements),
+        mock.patch.object(native_loop, "source", source),
         mock.patch.object(compiler.Kernel, "loop", loop),
     ):
         update = build(case)

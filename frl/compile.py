@@ -24,7 +24,10 @@ from torch import Tensor
 from torch._C import _functorch as functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch.autograd import Function
 
-from frl import native, tree
+from frl import tree
+from frl.native import library
+from frl.native.loop import Loop, dry_run
+from frl.native.program import Program, Unsupported, compile_kernels, deferring_kernels, trace
 from frl.one_operation import as_one_operation, for_shapes, in_use, only_shapes, with_loops
 
 MODES = ("inductor", "aot_eager", "dynamo", "eager")
@@ -46,7 +49,7 @@ def graph_count() -> int:
 
 def compile_seconds() -> float:
     """Wall-clock seconds spent compiling so far in this process, or waiting for it."""
-    return _seconds + native.waited_seconds()
+    return _seconds + library.waited_seconds()
 
 
 def check_mode(mode: str) -> str:
@@ -299,13 +302,13 @@ class _Timer:
     def __enter__(self) -> None:
         import time
 
-        self.start = time.perf_counter() - native.waited_seconds()
+        self.start = time.perf_counter() - library.waited_seconds()
 
     def __exit__(self, *_: object) -> None:
         import time
 
         global _seconds, _graphs
-        _seconds += time.perf_counter() - native.waited_seconds() - self.start
+        _seconds += time.perf_counter() - library.waited_seconds() - self.start
         _graphs += 1
 
 
@@ -323,7 +326,7 @@ def _generate(
         options["cpp.threads"] = threads
     if _largest(graph) > _APART:
         options["cpp.max_horizontal_fusion_size"] = 1
-    with config.patch(options), native.deferring_kernels(), _one_handler(), _apart(), _wide_tiles(), torch.no_grad():
+    with config.patch(options), deferring_kernels(), _one_handler(), _apart(), _wide_tiles(), torch.no_grad():
         code = compile_fx_inner(graph, examples, is_backward=backward, is_inference=inference)
     return getattr(code, "current_callable", None) or code
 
@@ -390,7 +393,7 @@ def _wide_tiles() -> Any:
 def _finished(call: Callable[[list], Sequence]) -> Callable[[list], Sequence]:
     """The function with its kernels compiled."""
     if hasattr(call, "__globals__"):
-        native.compile_kernels(call)
+        compile_kernels(call)
     return call
 
 
@@ -553,19 +556,19 @@ class Kernel:
         if self._beside is None:
             side_by_side, counts = torch.get_num_threads() > 1, (len(self.examples), 0, 0, self._n_out)
             loop = self.loop(counts, differentiable=False, shards=2) if side_by_side else getattr(self.prepare(), "__self__", None)
-            self._beside = loop.members if isinstance(loop, native.Loop) else self._one_by_one
+            self._beside = loop.members if isinstance(loop, Loop) else self._one_by_one
         return self._beside
 
     def is_native(self, members: bool) -> bool:
         """Whether ``infer``, or ``infer_members``, calls a native program."""
         call = self._prepare_members() if members else self.prepare()
-        return isinstance(getattr(call, "__self__", None), native.Loop)
+        return isinstance(getattr(call, "__self__", None), Loop)
 
     def _one_by_one(self, members: Sequence[list[Tensor]]) -> Sequence[Tensor]:
         return [torch.stack(column) for column in zip(*map(self.infer, members), strict=True)]
 
     # -- a native loop -------------------------------------------------------------------------------------------------------------------------
-    def loop(self, counts: tuple[int, int, int, int], *, differentiable: bool, shards: int) -> native.Loop | None:
+    def loop(self, counts: tuple[int, int, int, int], *, differentiable: bool, shards: int) -> Loop | None:
         """The function as a native loop over time, or ``None`` where that is not possible.
 
         Args:
@@ -573,52 +576,52 @@ class Kernel:
             differentiable: with a backward pass.
             shards: number of threads that will run loops side by side; each then uses one thread.
         """
-        if self.mode != "inductor" or _broken or any(x.device.type != "cpu" for x in self.examples) or not native.has_products():
+        if self.mode != "inductor" or _broken or any(x.device.type != "cpu" for x in self.examples) or not library.has_products():
             return None
         if differentiable and not any(self.out_needs):
             return None
         threads = 1 if shards > 1 else None
 
-        def make() -> native.Loop | None:
+        def make() -> Loop | None:
             global _proven
             if not _proven:  # a missing compiler shows here, where there is a way back; libraries are waited for when they are needed
-                native.prove_compiler()
+                library.prove_compiler()
                 _proven = True
             try:
                 loop = build()
-            except native.Unsupported:
+            except Unsupported:
                 return None  # what was generated is kept for the calls from Python
             return loop
 
-        def build() -> native.Loop:
+        def build() -> Loop:
             if not differentiable:
-                return native.Loop(self.program(threads), counts)
+                return Loop(self.program(threads), counts)
             forward, backward = self._joint()
             number = threads or _one_if_small(forward)
             call = _generate(forward, _fake(self.examples), threads=number)
             self._generated = {"forward": call, "backward": backward} if number is None else {}
-            program = native.trace(call, self.examples, number)
-            loop = native.Loop(program, counts)
+            program = trace(call, self.examples, number)
+            loop = Loop(program, counts)
             saved = [torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device="meta") for x in program.outputs[self._n_out :]]
             given = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x, need in zip(program.outputs, self.out_needs, strict=False) if need]
             examples = _fake([*saved, *given], "cpu")
-            program = native.trace(_generate(backward, examples, backward=True, threads=number), examples, number)
+            program = trace(_generate(backward, examples, backward=True, threads=number), examples, number)
             loop.add_backward(program, self.needs, self.out_needs, self.present)
             return loop
 
         return _attempt(make, self._name)
 
-    def program(self, threads: int | None) -> native.Program:
+    def program(self, threads: int | None) -> Program:
         """What the function does without a gradient, by native code for so many threads (torch's number by default).
 
         Raises:
-            native.Unsupported: it does something that native code has no words for.
+            Unsupported: it does something that native code has no words for.
         """
         graph = self._graph(threads)
         threads = threads or _one_if_small(graph)
         call = _generate(graph, _fake(self.examples), inference=True, threads=threads)
         self._generated = {"infer": call} if threads is None else {}
-        return native.trace(call, self.examples, threads)
+        return trace(call, self.examples, threads)
 
     def _torch_compile(self) -> Callable:
         if self._dynamo is None:
@@ -779,7 +782,7 @@ def captured_ahead(first: Callable[[Any], tuple[Any, Any]], second: Callable[[An
     def call(x: Any) -> tuple[Any, Any]:
         if not begun:
             begun.append(True)
-            with native.dry_run():
+            with dry_run():
                 second(*first(x))
         return first(x)
 
@@ -828,7 +831,7 @@ def _jit(fn: Callable, mode: str, whole: bool = False) -> Callable:
         key = (structure, _signature(leaves))
         if key not in cache and closes_over_history(fn):
             return fn(*args)  # a compiled call would lose what it closes over
-        if key not in cache and whole and (_broken or not native.has_products() or any(x.device.type != "cpu" for x in tensors)):
+        if key not in cache and whole and (_broken or not library.has_products() or any(x.device.type != "cpu" for x in tensors)):
             cache[key] = None
         if key not in cache:
             out_structure: list = []

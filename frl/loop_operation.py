@@ -1,7 +1,8 @@
-"""The time loop as one operation in a graph (:mod:`frl.one_operation`): what comes before it, the loop, its backward pass and what comes after become one
-native program.
+"""The time loop as one operation in a graph (:mod:`frl.one_operation`).
 
-The operation exists while a graph is captured and is replaced when the program is written (:func:`frl.native.trace`); nobody calls it with tensors.
+What comes before it, the loop, its backward pass and what comes after become one native program.
+
+The operation exists while a graph is captured and is replaced when the program is written (:func:`frl.native.program.trace`); nobody calls it with tensors.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from frl import native
+from frl.native.call import loop_number
+from frl.native.loop import Loop
+from frl.native.program import loop_call
 
 
 @torch.library.custom_op("frl::loop", mutates_args=(), device_types="cpu")
@@ -21,7 +24,7 @@ def _loop(inputs: Sequence[Tensor], number: int) -> list[Tensor]:
 
 @_loop.register_fake
 def _(inputs: Sequence[Tensor], number: int) -> list[Tensor]:
-    return [inputs[0].new_empty(shape, dtype=dtype) for shape, dtype in native.loop_call(number).results()]
+    return [inputs[0].new_empty(shape, dtype=dtype) for shape, dtype in loop_call(number).results()]
 
 
 class LoopForward:
@@ -32,11 +35,11 @@ class LoopForward:
         shards: ``(params, carry, xs)`` of contiguous tensors.
     """
 
-    def __init__(self, loop: native.Loop, shards: Sequence[tuple[list[Tensor], list[Tensor], list[Tensor]]]) -> None:
+    def __init__(self, loop: Loop, shards: Sequence[tuple[list[Tensor], list[Tensor], list[Tensor]]]) -> None:
         self._loop, self._size = loop, len(shards)
         self._length = shards[0][2][0].shape[0]
         self._inputs = [x for params, carry, xs in shards for x in (*params, *carry, *xs)]
-        results = _loop(self._inputs, native.loop_number(loop, self._length, self._size, False))
+        results = _loop(self._inputs, loop_number(loop, self._length, self._size, False))
         n_carry, count = loop.counts[1], loop.counts[1] * self._size
         self.carries = [results[i * n_carry : (i + 1) * n_carry] for i in range(self._size)]
         self.ys = results[count : count + len(loop.ys)]  # [S, T, ...]
@@ -49,7 +52,7 @@ class LoopForward:
             cotangents: for each shard those of its carry and of its ys, contiguous.
         """
         given = [*self._inputs, *self._memory, *(x for row in cotangents for x in row)]
-        results = _loop(given, native.loop_number(self._loop, self._length, self._size, True))
+        results = _loop(given, loop_number(self._loop, self._length, self._size, True))
         n_params, n_x, n_carry = len(self._loop.param_results), len(self._loop.x_results), len(self._loop.carry_grads)
         params, xs, rest = results[:n_params], results[n_params : n_params + n_x], results[n_params + n_x :]
         return params, xs, [rest[i * n_carry : (i + 1) * n_carry] for i in range(self._size)]

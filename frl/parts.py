@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from frl import compile as compiler
-from frl.native import Program, Storage, Sym, Unsupported
+from frl.native.program import Program, Storage, Sym, Unsupported
 
 _LEAST = 256  # samples of a part: below that meeting costs more than it saves
 

@@ -30,7 +30,8 @@ from torch.autograd import Function
 from frl import compile as compiler
 from frl import tree
 from frl.loop_operation import LoopForward
-from frl.native import Loop, Unsupported
+from frl.native.loop import Loop
+from frl.native.program import Unsupported
 from frl.one_operation import loops_in_use, only_shapes
 from frl.packing import Packing
 from frl.parts import FlatParts, PartsKernel

@@ -14,7 +14,7 @@ from torch.func import grad, hessian, jacrev, vmap
 
 import frl
 from frl import compile as compiler
-from frl import native, rng, tree
+from frl import rng, tree
 from frl import scan as scans
 from frl.algorithms.apg import ApgConfig, make_apg
 from frl.algorithms.grpo import GrpoConfig, make_grpo
@@ -24,6 +24,7 @@ from frl.envs.double_integrator import double_integrator
 from frl.envs.registry import build_learning_env
 from frl.envs.schedule import DifferentiableRolloutSpec
 from frl.envs.vector import make_vec_env
+from frl.native import library
 from frl.normalizers import running_normalizer
 from frl.optim import adam
 from frl.policies import build_policy
@@ -266,7 +267,7 @@ def test_what_does_not_fit_is_refused():
 
 # ---- members of a native loop ----
 
-native_only = pytest.mark.skipif(not native.has_products(), reason="this build of torch offers no matrix products to C++")
+native_only = pytest.mark.skipif(not library.has_products(), reason="this build of torch offers no matrix products to C++")
 
 
 def step(params, carry, x):

@@ -7,8 +7,10 @@ from hypothesis import strategies as st
 from torch.func import grad
 
 from frl import compile as compiler
-from frl import native, philox, rng
+from frl import philox, rng
 from frl import scan as scans
+from frl.native import library
+from frl.native.loop import Loop, dry_run
 from frl.one_operation import as_one_operation
 from frl.returns import discounted_suffix_sums
 from frl.scan import scan, scan_shards
@@ -16,7 +18,7 @@ from frl.suffix_sums import applies
 from tests.strategies import assert_trees_close, draw
 from tests.tolerances import tolerance
 
-pytestmark = pytest.mark.skipif(not native.has_products(), reason="this build of torch offers no matrix products to C++")
+pytestmark = pytest.mark.skipif(not library.has_products(), reason="this build of torch offers no matrix products to C++")
 
 
 def step(params, carry, x):
@@ -59,7 +61,7 @@ def test_gradients_equal_the_eager_loop(steps, memory, double):
     params, carry, xs = problem(4, steps, torch.float64 if double else torch.float32)
     got = gradient(params, carry, xs, "inductor", memory=memory)
     assert_trees_close(got, gradient(params, carry, xs, "eager"), ops=2000)
-    assert any(isinstance(loop, native.Loop) for loop in loops())
+    assert any(isinstance(loop, Loop) for loop in loops())
 
 
 @settings(max_examples=6, deadline=None)
@@ -115,7 +117,7 @@ def test_results_are_the_callers_own():
 def test_memory_goes_back_to_the_pool():
     params, carry, xs = problem(4, 6)
     gradient(params, carry, xs, "inductor")
-    loop = next(loop for loop in loops() if isinstance(loop, native.Loop) and loop.backward_side is not None)
+    loop = next(loop for loop in loops() if isinstance(loop, Loop) and loop.backward_side is not None)
     for _ in range(5):
         gradient(params, carry, xs, "inductor")
     assert all(len(blocks) <= 2 for blocks in loop._pool.values())
@@ -255,7 +257,7 @@ def test_a_dry_run_goes_through_the_loops_and_leaves_the_next_run_as_it_is():
         final, y = scan(step, p, carry, xs, mode=mode)
         return final["h"].square().sum() + y["sum"].sum()
 
-    with native.dry_run():
+    with dry_run():
         dry = grad(value)(params, "inductor")
     assert all(not bool(g.any()) for g in dry.values())
     assert_trees_close(grad(value)(params, "inductor"), grad(value)(params, "eager"), ops=2000)

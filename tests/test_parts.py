@@ -8,15 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from frl import compile as compiler
-from frl import native, rng
+from frl import rng
 from frl import scan as scans
 from frl.algorithms import epochs
+from frl.native import library
 from frl.parts import in_parts, part_count
 from frl.scan import scan
 from tests.strategies import assert_trees_close
 from tests.test_ppo import algorithm, begin
 
-SIDE_BY_SIDE = pytest.mark.skipif(not native.has_products(), reason="this build of torch offers no matrix products to C++")
+SIDE_BY_SIDE = pytest.mark.skipif(not library.has_products(), reason="this build of torch offers no matrix products to C++")
 
 
 @contextlib.contextmanager

@@ -167,9 +167,7 @@ def make_recorder(
             env_state, fields = (at_once if usual else play_and_score)(params, statistics, env_state, env_params, noise)
         return env_state, TensorDict(fields, batch_size=fields["reward"].shape)
 
-    def play_and_score(
-        params: Params, statistics: dict[str, PyTree], env_state: PyTree, env_params: PyTree, noise: Tensor
-    ) -> tuple[Any, dict[str, Any]]:
+    def play_and_score(params: Params, statistics: dict[str, PyTree], env_state: PyTree, env_params: PyTree, noise: Tensor) -> tuple[Any, dict[str, Any]]:
         env_state, trajectory = unroll(params, statistics["actor"], env_state, env_params, noise)
         played = trajectory._replace(alive=(), initial_obs=())  # pyright: ignore[reportArgumentType]
         return env_state, score(params, statistics, env_state, env_params, played)
