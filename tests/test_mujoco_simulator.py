@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from frl import compile as compiler
 from frl.envs.mujoco import Simulator, load_model, simulate
 from frl.envs.mujoco import simulator as room
 from frl.envs.mujoco.model import gymnasium_model
+from frl.scan import scan
 
 mujoco = pytest.importorskip("mujoco")
 
@@ -428,3 +430,46 @@ def test_a_model_is_copied():
     before = simulator.step(np.zeros((1, 2)), np.ones((1, 1)))[0]
     model.opt.timestep = 1.0
     np.testing.assert_array_equal(simulator.step(np.zeros((1, 2)), np.ones((1, 1)))[0], before)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+@pytest.mark.parametrize("name", ["hopper", "half_cheetah", "cart"])
+def test_native_code_makes_the_step_that_python_makes(name: str, dtype: torch.dtype, threads: int):
+    simulator = Simulator(load_model(CART) if name == "cart" else gymnasium_model(name), 3, threads=threads)
+    state, ctrl = (x.to(dtype) for x in drawn(simulator, 17, spread=0.3))
+    ctrl = torch.where(torch.arange(17)[:, None] == 3, 9e9 if name == "cart" else ctrl, ctrl)  # more than the engine takes
+    state[5, 0], state[6, 1], ctrl[7, 0] = torch.nan, torch.inf, 1e12
+    expected = simulator.step(state.numpy().astype(np.float64), ctrl.numpy().astype(np.float64))[0]
+    step = compiler.jit(lambda s, c: simulate(simulator, s, c)[0] * 1.0)
+    assert step.eager is not step
+    for _ in range(2):  # the data of the first call are used again
+        got = step(state, ctrl)
+        np.testing.assert_array_equal(got.numpy(), torch.from_numpy(expected).to(dtype).numpy())
+    assert np.isnan(expected[[5, 6, 7]]).all() and np.isfinite(expected[[0, 1, 2]]).all()
+    assert np.isnan(expected[3]).all() == (name == "cart")
+
+
+def test_native_code_is_used_where_nothing_of_python_is_needed(monkeypatch: pytest.MonkeyPatch):
+    simulator = Simulator(gymnasium_model("hopper"), 4)
+    state, ctrl = drawn(simulator, 8)
+
+    def step(params: tuple, carry: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        carry = simulate(simulator, carry, x)[0]
+        return carry, carry.sum(-1)
+
+    xs = torch.stack([ctrl, -ctrl, ctrl])
+    expected = scan(step, (), state, xs, mode="eager")
+    scan(step, (), state, xs)  # captures it, which calls it
+    monkeypatch.setattr(simulator, "step", None)
+    got = scan(step, (), state, xs)
+    assert torch.equal(got[0], expected[0])
+    assert torch.allclose(got[1], expected[1], rtol=1e-12)
+
+
+def test_a_step_of_python_s_stays_right_in_a_loop():
+    simulator = mixed(read=tips)
+    state, ctrl = drawn(simulator, 4)
+    step = compiler.jit(lambda s, c: tuple(x * 1.0 for x in simulate(simulator, s, c)))
+    for got, expected in zip(step(state, ctrl), simulate(simulator, state, ctrl), strict=True):
+        assert torch.equal(got, expected)

@@ -6,7 +6,7 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,12 +55,34 @@ class Sym:
         return True
 
 
+class Outside(NamedTuple):
+    """A call of a C function of somebody else's: ``int function(void* context, const int64_t* numbers, char* const* tensors)``, 0 when all went well.
+
+    Attributes:
+        function, context: objects with a ``data_ptr``.
+        inputs: tensors, which the function finds contiguous.
+        results: shapes and dtypes of contiguous results, whose places follow the inputs'.
+        numbers: what else it is told.
+    """
+
+    function: Any
+    context: Any
+    inputs: list[Sym]
+    results: list[tuple[tuple[int, ...], torch.dtype]]
+    numbers: list[int]
+
+
+# Operators ``frl::name`` of others that native code calls: what they do with the arguments of the operator.
+OUTSIDE: dict[str, Callable[..., Outside]] = {}
+
+
 @dataclass
 class Program:
     """Calls in order: ``("mm", a, b, out)``, ``("addmm", a, b, out, bias)``, ``("bmm", a, b, out)``, ``("philox", operands, out, c0, c2)``,
     ``("cumsum", x, out, dim)``, ``("cummax", x, out, dim)``, ``("copy", x, out)``, ``("sort", x, out)``, ``("suffix_sums", x, factor, linked, out)``,
     ``("kernel", name, arguments)``, ``("loop", call, given, results, others)``: a :class:`frl.native.call.LoopCall`, its inputs, its outputs and what else
-    it needs, and ``("beside", lists)``: lists of calls that run side by side, a thread each."""
+    it needs, ``("outside", function, context, inputs, results, numbers)``: see :class:`Outside`, and ``("beside", lists)``: lists of calls that run side
+    by side, a thread each."""
 
     storages: list[Storage]
     inputs: list[Sym]
@@ -253,7 +275,23 @@ def trace(call: Callable, examples: Sequence[Tensor], threads: int | None = None
             program.calls.append(("kernel", name, [known(x) for x in args]))
 
         names[name] = record
-    ours = _Torch(cumsum, cummax, sort, philox=random_words, suffix_sums=sums, loop=loop)
+    def outside(name: str) -> Callable[..., tuple[Sym, ...]]:
+        def call(*args: Any) -> tuple[Sym, ...]:
+            told = OUTSIDE[name](*(known(x) if isinstance(x, Sym | Tensor) else x for x in args))
+            given = []
+            for x in told.inputs:
+                if not x.contiguous:
+                    x, there = empty(x.shape, dense(x.shape), x.dtype), x
+                    program.calls.append(("copy", there, x))
+                given.append(x)
+            results = [empty(shape, dense(shape), dtype) for shape, dtype in told.results]
+            function, context = (Sym(new(0, constant=x), 0, (), (), torch.uint8) for x in (told.function, told.context))
+            program.calls.append(("outside", function, context, given, results, told.numbers))
+            return tuple(results)
+
+        return call
+
+    ours = _Torch(cumsum, cummax, sort, philox=random_words, suffix_sums=sums, loop=loop, **{name: outside(name) for name in OUTSIDE})
     names.update(empty_strided_cpu=empty, reinterpret_tensor=view, extern_kernels=Products(), torch=ours)
     function = getattr(call, "__func__", call)
     recorded = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)

@@ -345,6 +345,8 @@ def symbols(call: tuple) -> list[Sym]:
     """Tensors that a call reads or writes."""
     if call[0] == "kernel":
         return call[2]
+    if call[0] == "outside":
+        return [call[1], call[2], *call[3], *call[4]]
     if call[0] == "loop":
         return [*call[2], *call[3], *call[4]]
     parts = [*call[1], *call[2:]] if call[0] == "philox" else call[1:]
@@ -418,6 +420,14 @@ def statements(program: Program, calls: Sequence[tuple], threads: int, place: Ca
             scalar, steps, stride = suffix_sums.NAMES[x.dtype], x.shape[0], int(factor.shape not in ((), (1,) * len(factor.shape)))
             given = ", ".join((f"(const {scalar}*)({place(x)})", f"(const {scalar}*)({place(factor)})", str(stride), f"(const uint8_t*)({place(linked)})"))
             lines.append(f"frl_suffix_sums({steps}, {out.nbytes // out.dtype.itemsize // max(steps, 1)}, {given}, ({scalar}*)({place(out)}));")
+        elif call[0] == "outside":
+            _, function, context, given, results, told = call
+            places = ", ".join(f"(char*)({place(x)})" for x in (*given, *results))
+            lines.append(
+                f"{{ const int64_t told[] = {{{', '.join(map(str, told))}}}; char* const tensors[] = {{{places}}}; "
+                f"if (((int (*)(void*, const int64_t*, char* const*)) ({place(function)}))((void*)({place(context)}), told, tensors)) "
+                'throw std::runtime_error("a call failed"); }'
+            )
         elif call[0] == "loop":
             _, inner, given, results, others = call
             lines.append(inner.statement(*([place(x) for x in syms] for syms in (given, results, others))))

@@ -15,7 +15,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from frl import compile as compiler
+from frl.envs.mujoco.native_step import native_step
 from frl.envs.mujoco.simulator import SIMULATORS, Simulator
+from frl.native.program import OUTSIDE
 
 # -- operators -----------------------------------------------------------------------------------------------------------------------------------------
 
@@ -37,6 +39,9 @@ def _step(state: Tensor, ctrl: Tensor, handle: int, frames: int) -> tuple[Tensor
 @_step.register_fake
 def _(state: Tensor, ctrl: Tensor, handle: int, frames: int) -> tuple[Tensor, Tensor]:
     return state.new_empty(state.shape), state.new_empty((state.shape[0], SIMULATORS[handle].read_size))
+
+
+OUTSIDE["mujoco_step"] = native_step
 
 
 @torch.library.custom_op("frl::mujoco_pull_back", mutates_args=())
