@@ -90,17 +90,19 @@ def part_of(key: str) -> str:
 TRIED = {
     "apg_small": "the time loop in C++, which calls kernels and products with buffers laid out once; rows in the last dimension; several steps in one graph "
     "(no faster, slower to compile); carry in one tensor (nothing); bias as a row of ones (slower); weight gradients in one product at the end (slower); rows "
-    "in two shards (no faster); tables of pointers that are kept between calls. More than half of an update is Python and torch around the loops "
-    "(`costs.py`)",
+    "in two shards (no faster); tables of pointers that are kept between calls; the whole update as one program; multiplications and additions in one "
+    "instruction; random words by vectors. Half of what is left is products of 64 x 64 matrices (`costs.py`)",
     "apg_large": "rows in shards, one thread each; rows in the last dimension; saved activations instead of recomputation; resets and noise in one block "
-    "before time starts; several steps in one graph (no faster); the bias added where its product is used",
+    "before time starts; several steps in one graph (no faster); the bias added where its product is used; the whole update as one program; "
+    "multiplications and additions in one instruction; masks in registers",
     "cold": "the first update eager; one step compiled for any horizon; all graphs captured before the first runs, the C++ compiler in the background; one "
     "precompiled header; random words as one operation",
     "optimizer": "the whole step in one compiled graph; loops over one tensor at a time; what is the same for all elements computed once; memory of old "
-    "results written again. New parameters and moments cost memory traffic that an update in place does not have",
+    "results written again; results written past the cache; the norm in one pass",
     "clip": "clip and statistics inside the compiled step",
     "ppo": "collection and all minibatches compiled; minibatches in parts, a thread each; permutations from keys, sorted by digits; advantages in one pass; "
-    "bools read by vectors; the bias added where its product is used. Half of an update is products at the processor's peak",
+    "bools read by vectors; the bias added where its product is used; collection and update one program each. Two "
+    "thirds of an update are products at the processor's peak",
     "memory": "recomputation from about sqrt(T) boundaries",
 }
 

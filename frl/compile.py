@@ -274,8 +274,8 @@ def _fresh(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
     return result
 
 
-def _attempt(make: Callable[[], Any], what: str) -> Any:
-    """``make()`` in a clean thread, or ``None`` after one warning when it cannot be compiled."""
+def _attempt(make: Callable[[], Any], what: str, quiet: bool = False) -> Any:
+    """``make()`` in a clean thread, or ``None`` after one warning when it cannot be compiled; ``quiet`` without one unless the compiler is missing."""
     global _careful
     try:
         with _Timer():
@@ -283,8 +283,9 @@ def _attempt(make: Callable[[], Any], what: str) -> Any:
     except Exception as error:
         if not _careful:
             _careful = True
-            return _attempt(make, what)
-        _fall_back(error, what)
+            return _attempt(make, what, quiet)
+        if not quiet or _no_tool_chain(error):
+            _fall_back(error, what)
         return None
 
 
@@ -469,14 +470,18 @@ class Kernel:
         examples: tensors with the shapes, dtypes and devices of the inputs.
         needs: for each input whether the backward is to return its gradient.
         mode: see the module.
+        quiet: it is a native program, or else nobody calls it: no warning is due.
 
     Attributes:
         out_needs: for each output whether it depends differentiably on an input that needs a gradient; ``backward`` takes cotangents for these only.
         present: for each input that needs a gradient whether the captured backward gives one; it is zero otherwise.
     """
 
-    def __init__(self, fn: Callable[[list[Tensor]], Sequence[Tensor]], examples: Sequence[Tensor], needs: Sequence[bool], mode: str) -> None:
+    def __init__(
+        self, fn: Callable[[list[Tensor]], Sequence[Tensor]], examples: Sequence[Tensor], needs: Sequence[bool], mode: str, *, quiet: bool = False
+    ) -> None:
         self.fn = fn
+        self._quiet = quiet
         self.needs = tuple(needs)
         self.mode = check_mode(mode)
         with below_transforms():
@@ -489,6 +494,7 @@ class Kernel:
         self._dynamo: Callable | None = None
         self._generated: dict[str, Any] = {}
         self._loops = False  # whether time loops are operations of its graph
+        self._loop_calls: list[Any] = []  # which the graph knows by numbers
         self._backward_graph: Any = None
         self._n_out = len(self.out_needs)
         self._name = getattr(fn, "__name__", "a step")
@@ -514,7 +520,7 @@ class Kernel:
             return loop.once
         if self._loops or _broken:  # loops have code of their own
             return self._eager_infer
-        return _attempt(self._capture_infer, self._name) or self._eager_infer
+        return self._eager_infer if self._quiet else _attempt(self._capture_infer, self._name) or self._eager_infer
 
     def _eager_infer(self, inputs: list[Tensor]) -> Sequence[Tensor]:
         with torch.no_grad():
@@ -542,6 +548,7 @@ class Kernel:
                 )
             finally:
                 self._loops = self._loops or loops.met
+                self._loop_calls += loops.calls
 
     def _one_operation(self) -> Any:
         """Random words and the like are one operation in graphs for Inductor on a CPU."""
@@ -609,7 +616,7 @@ class Kernel:
             loop.add_backward(program, self.needs, self.out_needs, self.present)
             return loop
 
-        return _attempt(make, self._name)
+        return _attempt(make, self._name, self._quiet)
 
     def program(self, threads: int | None) -> Program:
         """What the function does without a gradient, by native code for so many threads (torch's number by default).
@@ -800,7 +807,7 @@ def whole(fn: Callable, *, mode: str = "inductor") -> Callable:
 
 
 def jit(fn: Callable, *, mode: str = "inductor") -> Callable:
-    """Compile a pure function of pytrees of tensors; other leaves are static.
+    """Compile a pure function of pytrees of tensors; other leaves are static. A time loop inside, with a gradient through it or without, is part of the code.
 
     The compiled function is called when no gradient or tangent may be asked for an argument; otherwise ``fn`` itself runs, so a jitted function can be
     differentiated like the original. Under ``vmap`` the mapped function is compiled; on a CPU the code compiled for one member runs for each. One graph
@@ -847,7 +854,7 @@ def _jit(fn: Callable, mode: str, whole: bool = False) -> Callable:
             flat.__name__ = getattr(fn, "__name__", "fn")
             with below_transforms():
                 examples = [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in tensors]
-                cache[key] = entry = _Compiled(flat, examples, mode), out_structure
+                cache[key] = entry = _Compiled(flat, examples, mode, quiet=whole), out_structure
                 if whole and not entry[0].kernel.is_native(members=transformed):
                     cache[key] = None  # its parts are compiled by themselves
         if (entry := cache[key]) is None:
@@ -871,9 +878,9 @@ def _jit(fn: Callable, mode: str, whole: bool = False) -> Callable:
 class _Compiled:
     """A function of a flat list of tensors with its kernel, and what it is under ``vmap``."""
 
-    def __init__(self, flat: Callable[[list[Tensor]], Sequence[Tensor]], examples: list[Tensor], mode: str) -> None:
+    def __init__(self, flat: Callable[[list[Tensor]], Sequence[Tensor]], examples: list[Tensor], mode: str, quiet: bool = False) -> None:
         self.flat, self.mode = flat, mode
-        self.kernel = Kernel(flat, examples, [False] * len(examples), mode)
+        self.kernel = Kernel(flat, examples, [False] * len(examples), mode, quiet=quiet)
         self.by_members = mode == "inductor" and all(x.device.type == "cpu" for x in examples)  # under vmap
         self._mapped: dict[tuple, Callable[[Sequence[Tensor]], Sequence[Tensor]]] = {}
 

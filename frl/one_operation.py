@@ -34,11 +34,13 @@ class Loops:
     Attributes:
         threads: for the code of a loop; ``None`` for torch's number.
         met: whether there is one.
+        calls: what the operations call.
     """
 
     def __init__(self, threads: int | None) -> None:
         self.threads = threads
         self.met = False
+        self.calls: list[Any] = []
 
 
 def loops_in_use() -> Loops | None:

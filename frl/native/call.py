@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -40,12 +41,16 @@ class LoopCall:
         length: number of steps T.
         shards: number of shards S, a thread each.
         backward: which pass.
+
+    Attributes:
+        number: by which a graph knows it.
     """
 
     def __init__(self, loop: Loop, length: int, shards: int, backward: bool) -> None:
         self.loop, self.length, self.shards, self.backward = loop, length, shards, backward
         self._side = loop.backward_side if backward else loop.forward_side
         self._places, self._nbytes = self._side.layout(length)  # type: ignore[union-attr]
+        self.number = number_of(self)
 
     def constants(self) -> list[Any]:
         """What has an address of its own: the function, and the constants of the programs."""
@@ -180,12 +185,13 @@ def _list(values: Sequence[Any]) -> str:
     return f"{{{', '.join(map(str, values or ['0']))}}}"
 
 
-_numbers: dict[tuple[int, int, int, bool], int] = {}
+_known: WeakValueDictionary[tuple[int, int, int, bool], LoopCall] = WeakValueDictionary()
 
 
-def loop_number(loop: Loop, length: int, shards: int, backward: bool) -> int:
-    """The number by which a graph knows a pass of a loop."""
+def pass_of(loop: Loop, length: int, shards: int, backward: bool) -> LoopCall:
+    """A pass of a loop; the same object for the same arguments."""
     key = (id(loop), length, shards, backward)
-    if key not in _numbers:
-        _numbers[key] = number_of(LoopCall(loop, length, shards, backward))  # which keeps the loop, and so its identity
-    return _numbers[key]
+    found = _known.get(key)
+    if found is None:
+        _known[key] = found = LoopCall(loop, length, shards, backward)  # which keeps the loop, and so its identity
+    return found

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import types
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -231,9 +233,14 @@ def trace(call: Callable, examples: Sequence[Tensor], threads: int | None = None
         program.calls.append(("suffix_sums", x, factor, linked, out))
         return out
 
+    def laid_out(x: Sym, result: Callable[[Tensor], Tensor]) -> Sym:
+        """A result of an operation of torch's on ``x``, with the strides that torch would give it: what reads it counts on them."""
+        y = result(torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device="meta"))
+        return empty(y.shape, y.stride(), y.dtype)
+
     def cumsum(x: Any, dim: int, dtype: torch.dtype | None = None) -> Sym:
         x = known(x)
-        out = empty(x.shape, dense(x.shape), dtype or x.dtype)
+        out = laid_out(x, lambda x: torch.cumsum(x, dim, dtype=dtype))
         if x.dtype not in C_TYPES or out.dtype not in C_TYPES or not x.shape:
             raise Unsupported(f"cumsum of {x.dtype} {x.shape}")
         program.calls.append(("cumsum", x, out, dim % len(x.shape)))
@@ -243,7 +250,7 @@ def trace(call: Callable, examples: Sequence[Tensor], threads: int | None = None
         x = known(x)
         if x.dtype != torch.int64 or not x.shape:
             raise Unsupported(f"cummax of {x.dtype} {x.shape}")
-        out = empty(x.shape, dense(x.shape), x.dtype)
+        out = laid_out(x, lambda x: torch.cummax(x, dim).values)
         program.calls.append(("cummax", x, out, dim % len(x.shape)))
         return (out,)  # values alone, see sort
 
@@ -251,11 +258,12 @@ def trace(call: Callable, examples: Sequence[Tensor], threads: int | None = None
         x = known(x)
         if x.dtype != torch.int64 or not x.shape or dim % len(x.shape) != len(x.shape) - 1 or descending:
             raise Unsupported(f"sort of {x.dtype} {x.shape} along {dim}")
-        if not x.contiguous:
-            x, given = empty(x.shape, dense(x.shape), x.dtype), x
-            program.calls.append(("copy", given, x))
-        out = empty(x.shape, dense(x.shape), x.dtype)
-        program.calls.append(("sort", x, out))
+        out = laid_out(x, lambda x: torch.sort(x, stable=stable, dim=dim).values)
+        if x.contiguous and out.contiguous:
+            program.calls.append(("sort", x, out))
+        else:
+            rows, in_order = (empty(x.shape, dense(x.shape), x.dtype) for _ in range(2))
+            program.calls += [("copy", x, rows), ("sort", rows, in_order), ("copy", in_order, out)]
         return (out,)  # values alone: code that reads the order too finds no second result
 
     def loop(inputs: Sequence[Any], number: int) -> tuple[Sym, ...]:
@@ -275,6 +283,7 @@ def trace(call: Callable, examples: Sequence[Tensor], threads: int | None = None
             program.calls.append(("kernel", name, [known(x) for x in args]))
 
         names[name] = record
+
     def outside(name: str) -> Callable[..., tuple[Sym, ...]]:
         def call(*args: Any) -> tuple[Sym, ...]:
             told = OUTSIDE[name](*(known(x) if isinstance(x, Sym | Tensor) else x for x in args))
@@ -308,13 +317,15 @@ def trace(call: Callable, examples: Sequence[Tensor], threads: int | None = None
 
 # -- loops inside -----------------------------------------------------------------------------------------------------------------------------------
 
-_loop_calls: list[Any] = []
+_loop_calls: WeakValueDictionary[int, Any] = WeakValueDictionary()
+_count = itertools.count()
 
 
 def number_of(call: Any) -> int:
-    """A number by which a graph knows a call of a loop (:class:`frl.native.call.LoopCall`)."""
-    _loop_calls.append(call)
-    return len(_loop_calls) - 1
+    """A number by which a graph knows a call of a loop (:class:`frl.native.call.LoopCall`); whoever has the graph keeps the call."""
+    number = next(_count)
+    _loop_calls[number] = call
+    return number
 
 
 def loop_call(number: int) -> Any:

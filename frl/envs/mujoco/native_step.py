@@ -142,8 +142,7 @@ class _Functions(ctypes.Structure):
 
 class _Sizes(ctypes.Structure):
     _fields_ = [
-        (name, ctypes.c_int64)
-        for name in ("state", "speeds_at", "speeds", "controls", "physics", "control", "warmstart", "warnings_at", "warnings", "threads")
+        (name, ctypes.c_int64) for name in ("state", "speeds_at", "speeds", "controls", "physics", "control", "warmstart", "warnings_at", "warnings", "threads")
     ]
 
 
@@ -221,4 +220,3 @@ def native_step(state: Sym, ctrl: Sym, handle: int, frames: int) -> Outside:
     threads = simulator.threads or torch.get_num_threads()
     results = [(state.shape, state.dtype), ((state.shape[0], 0), state.dtype)]
     return Outside(_Entry(state.dtype), NativeSimulator(simulator, threads), [state, ctrl], results, [state.shape[0], frames])
-
