@@ -122,12 +122,12 @@ def work(case: str, threads: int, updates: int) -> None:
             lines.append(f"{{ const auto clock = frl_clock(); {' '.join(told)} frl_time[{at}] += frl_clock() - clock; }}")
         return lines
 
-    def source(program: Any, body: list[str], *others: Any) -> str:
+    def source(program: Any, body: list[str], *others: Any, **options: Any) -> str:
         key = f"library_{len(labels)}"
         way = "backward" if "--t" in body[0] else "forward"
         found = getattr(program, "labels", [])
         labels[key] = [f"{name}, {way}: {kind}" for kind in found]
-        text, count = plain_source(program, body, *others), max(1, len(found))
+        text, count = plain_source(program, body, *others, **options), max(1, len(found))
         at = text.index("static void run(int64_t length")
         return text[:at] + CLOCK % (count, MARK, json.dumps(key), len(found)) + text[at:]
 

@@ -178,7 +178,13 @@ def test_masks_and_both_precisions_in_one_loop(size: int, seed: int):
     def fn(a: Tensor, b: Tensor) -> Any:
         wide, mask = a.to(torch.float64), (a > b) | torch.isnan(a)
         kept = torch.where(mask & (wide.abs() <= 1.0), wide * b, b.to(torch.float64))
-        return kept.sum(), kept.to(torch.float32), mask, (mask.to(torch.int64) * 3 - mask.sum()).to(torch.float32), mask.any() & ~mask.all()
+        return (
+            kept.sum(),
+            (kept - wide * 2).to(torch.float32) * b - a,
+            mask,
+            (mask.to(torch.int64) * 3 - mask.sum()).to(torch.float32),
+            mask.any() & ~mask.all(),
+        )
 
     assert_trees_close(native(fn, a, b), fn(a, b), ops=10 + size)
 
@@ -207,3 +213,13 @@ def test_kernels_of_many_loops_are_split_and_right():
         return [x * total + i for i, x in enumerate(xs)]
 
     assert_trees_close(native(fn, xs), fn(xs), ops=50)
+
+
+def test_code_that_the_compiler_refuses_is_compiled_as_it_was_generated(monkeypatch: pytest.MonkeyPatch):
+    from frl.native import source
+
+    monkeypatch.setattr(source, "_VECTORS", "this is no C++;")
+    x = torch.linspace(-1, 1, 37)
+    with pytest.warns(RuntimeWarning, match="refused code that frl had made faster"):
+        got = compiler.jit(lambda x: torch.where(x > 0.123, x * 3, x.to(torch.float64).exp().to(torch.float32)))(x)
+    assert_trees_close(got, torch.where(x > 0.123, x * 3, x.to(torch.float64).exp().to(torch.float32)), ops=10)

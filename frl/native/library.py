@@ -6,6 +6,7 @@ import ctypes
 import functools
 import shutil
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -72,15 +73,29 @@ def _flags() -> Iterator[None]:
 
 
 class Build:
-    """A library on its way."""
+    """A library on its way.
 
-    def __init__(self, source: str) -> None:
-        self._library = _compilers().submit(self._compile, source)
+    Args:
+        source: ``source(plain=False)`` is what is compiled, and ``source(plain=True)`` if the compiler refuses that.
+    """
+
+    def __init__(self, source: Callable[..., str]) -> None:
+        self._library = _compilers().submit(self._compile, source, source(plain=False))
 
     @staticmethod
-    def _compile(source: str) -> Any:
+    def _compile(source: Callable[..., str], text: str) -> Any:
+        from torch._inductor.exc import CppCompileError
+
         with _flags():
-            return _libraries().load_async(source, "cpu", needs_vec_isa=True)()
+            try:
+                return _libraries().load_async(text, "cpu", needs_vec_isa=True)()
+            except CppCompileError as error:
+                library = _libraries().load_async(source(plain=True), "cpu", needs_vec_isa=True)()
+                said = next((line for line in str(error).splitlines() if " error: " in line), "")
+                warnings.warn(
+                    f"the C++ compiler refused code that frl had made faster, and took it as it was ({said.strip()[:200]})", RuntimeWarning, stacklevel=2
+                )
+                return library
 
     def load(self) -> Callable[[Any, int, Any], int]:
         global _waited

@@ -259,7 +259,7 @@ class Loop:
         # Large results of a single run, such as the parameters of a large network, leave the cache anyway.
         large = [y for y in self.ys if y.nbytes >= _LARGE and y.storage.index in side.direct] if self.n_inputs == n_params else []
         streamed = {y.storage.index for y in large} if sum(y.nbytes for y in large) >= _STREAMED else set()
-        self._builds = [Build(source(forward, self._forward_body(), streamed))]
+        self._builds = [Build(functools.partial(source, forward, self._forward_body(), streamed))]
         self._calls: dict[int, Callable] = {}
         self._frames: list[_Frame] = []
         self._large = _Results()
@@ -377,7 +377,7 @@ class Loop:
         lines += [f"  {line}" for line in step_statements(backward, lambda x: f"b{x.storage.index} + {x.offset}", replaced)]
         lines += [f"  {line}" for line in sums]
         lines += [f"  std::memcpy(b{index}, b{x.storage.index} + {x.offset}, {x.nbytes});" for x, index in side.copies]
-        self._builds.append(Build(source(backward, [*lines, "}"])))
+        self._builds.append(Build(functools.partial(source, backward, [*lines, "}"])))
 
     def once(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Results of a single run of a program without carry and xs."""

@@ -38,6 +38,13 @@ FRL_NUMBER(log)
 FRL_NUMBER(log1p)
 #undef FRL_NUMBER
 
+struct Table { char* const* base; const int64_t* step; const int64_t* ring; char* const* start; };
+static inline char* place_of(const Table& f, int i, int64_t t) { return f.base[i] + (f.ring[i] ? t % f.ring[i] : t) * f.step[i]; }
+""" + vectorised("""
+template <typename T> static void accumulate(T* total, const T* x, int64_t n) { for (int64_t i = 0; i < n; ++i) total[i] += x[i]; }
+""")
+
+_VECTORS = """
 #if INDUCTOR_USE_VECTOR_TYPES()
 // at::vec reads and writes bools one by one, and has some conversions of masks go through memory.
 template <size_t size> struct Mask { using type = int32_t; };
@@ -94,8 +101,9 @@ template <typename T, int N, typename U, int L> static inline auto frl_convert(c
     alignas(64) To b[2];
     x.store(a);
     for (int i = 0; i < 2; ++i) b[i] = __builtin_convertvector(a[i], To);
-    return at::vec::VectorizedN<T, N>::loadu(b);
-  } else return at::vec::VectorizedN<T, N>(at::vec::convert<T, N, U, L>(x));
+    if constexpr (N == 1) return at::vec::Vectorized<T>::loadu(b);
+    else return at::vec::VectorizedN<T, N>::loadu(b);
+  } else return at::vec::convert<T, N, U, L>(x);
 }
 template <typename T, int N, typename U, int L> static inline at::vec::VecMask<T, N> frl_from(const at::vec::VectorizedN<U, L>& x) {
   if constexpr (sizeof(U) >= 4 && sizeof(T) >= 4 && at::vec::VecMask<T, N>::size() == at::vec::VectorizedN<U, L>::size())
@@ -103,12 +111,7 @@ template <typename T, int N, typename U, int L> static inline at::vec::VecMask<T
   else return at::vec::VecMask<T, N>::template from<U, L>(x);
 }
 #endif
-
-struct Table { char* const* base; const int64_t* step; const int64_t* ring; char* const* start; };
-static inline char* place_of(const Table& f, int i, int64_t t) { return f.base[i] + (f.ring[i] ? t % f.ring[i] : t) * f.step[i]; }
-""" + vectorised("""
-template <typename T> static void accumulate(T* total, const T* x, int64_t n) { for (int64_t i = 0; i < n; ++i) total[i] += x[i]; }
-""")
+"""
 
 _SORT = r"""
 #include <algorithm>
@@ -200,9 +203,16 @@ def _product(a: Sym, b: Sym, out: Sym, place: Callable[[Sym], str], beta: int = 
     )
 
 
-def source(program: Program, body: list[str], streamed: set[int] | None = None) -> str:
-    """A C++ file with the kernels of a program and ``run``, whose body is given. Storages that are ``streamed`` are results that nobody reads before long."""
-    parts = [_PREFIX]
+def source(program: Program, body: list[str], streamed: set[int] | None = None, *, plain: bool = False) -> str:
+    """A C++ file with the kernels of a program and ``run``, whose body is given.
+
+    Args:
+        program: what is done.
+        body: statements.
+        streamed: storages that are results which nobody reads before long.
+        plain: leave the kernels as they were generated.
+    """
+    parts = [_PREFIX] if plain else [_PREFIX, _VECTORS]
     names = {call[0] for call in program.every_call()}
     if "philox" in names:
         parts.append(philox.SOURCE)
@@ -217,6 +227,9 @@ def source(program: Program, body: list[str], streamed: set[int] | None = None) 
         text, count = re.subn(r'extern\s+"C"\s+void\s+kernel\(', f"static __attribute__((noinline)) void kernel_{i}(", "\n".join(lines))
         if count != 1:
             raise Unsupported("a kernel of another form")
+        if plain:
+            parts.append(text)
+            continue
         # Numbers that a kernel reads stay the same while it writes, so what is computed from them alone is computed once and not for every element.
         marks = iter("* " if (name, at) in overlapping else "* __restrict__ " for at in range(len(kinds)))
         text = re.sub(r"\* ?(?=(?:in|out|in_out)_ptr\d+[,)\s])", lambda _, marks=marks: next(marks), text, count=len(kinds))
