@@ -208,12 +208,31 @@ def _signature(leaves: Sequence[Any]) -> tuple:
     return tuple((x.shape, x.dtype, x.device) if isinstance(x, Tensor) else (type(x), x) for x in leaves)
 
 
+_one_at_a_time = threading.Lock()
+_turn = threading.local()
+
+
+@contextlib.contextmanager
+def _compiling() -> Iterator[None]:
+    """This thread's turn to compile, and that of the threads it starts for it: Inductor keeps some of its state, and we some of its functions, for all."""
+    if getattr(_turn, "here", False):
+        yield
+        return
+    with _one_at_a_time:
+        _turn.here = True
+        try:
+            yield
+        finally:
+            _turn.here = False
+
+
 def in_clean_thread(fn: Callable[[], Any]) -> Any:
     """Run ``fn`` in a thread of its own: capture must not see the caller's transform levels, grad mode or autocast."""
     box: list[Any] = []
-    threads = torch.get_num_threads()
+    threads, here = torch.get_num_threads(), getattr(_turn, "here", False)
 
     def run() -> None:
+        _turn.here = here
         try:
             # A new thread starts with its own OpenMP team size; kernels bake it in.
             torch.set_num_threads(threads)
@@ -278,7 +297,7 @@ def _attempt(make: Callable[[], Any], what: str, quiet: bool = False) -> Any:
     """``make()`` in a clean thread, or ``None`` after one warning when it cannot be compiled; ``quiet`` without one unless the compiler is missing."""
     global _careful
     try:
-        with _Timer():
+        with _compiling(), _Timer():
             return in_clean_thread(lambda: _believing_processor(make))
     except Exception as error:
         if not _careful:
@@ -826,6 +845,26 @@ def jit(fn: Callable, *, mode: str = "inductor") -> Callable:
 def _jit(fn: Callable, mode: str, whole: bool = False) -> Callable:
     cache: dict[Any, tuple[_Compiled, list] | None] = {}
 
+    def entry_of(structure: Any, leaves: list[Any], tensors: list[Tensor], transformed: bool) -> tuple[_Compiled, list] | None:
+        if whole and (_broken or not library.has_products() or any(x.device.type != "cpu" for x in tensors)):
+            return None
+        out_structure: list = []
+        static = [None if isinstance(x, Tensor) else x for x in leaves]
+
+        def flat(inputs: list[Tensor]) -> list[Tensor]:
+            values = iter(inputs)
+            result = fn(*tree.unflatten(structure, [next(values) if x is None else x for x in static]))
+            out_leaves, out = tree.flatten(result)
+            out_structure[:] = [out]
+            return out_leaves
+
+        flat.__name__ = getattr(fn, "__name__", "fn")
+        with below_transforms():
+            examples = [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in tensors]
+            compiled = _Compiled(flat, examples, mode, quiet=whole)
+            native = not whole or compiled.kernel.is_native(members=transformed)
+        return (compiled, out_structure) if native else None  # its parts are compiled by themselves
+
     def call(*args: Any) -> Any:
         leaves, structure = tree.flatten(args)
         tensors = [x for x in leaves if isinstance(x, Tensor)]
@@ -838,25 +877,10 @@ def _jit(fn: Callable, mode: str, whole: bool = False) -> Callable:
         key = (structure, _signature(leaves))
         if key not in cache and closes_over_history(fn):
             return fn(*args)  # a compiled call would lose what it closes over
-        if key not in cache and whole and (_broken or not library.has_products() or any(x.device.type != "cpu" for x in tensors)):
-            cache[key] = None
         if key not in cache:
-            out_structure: list = []
-            static = [None if isinstance(x, Tensor) else x for x in leaves]
-
-            def flat(inputs: list[Tensor]) -> list[Tensor]:
-                values = iter(inputs)
-                result = fn(*tree.unflatten(structure, [next(values) if x is None else x for x in static]))
-                out_leaves, out = tree.flatten(result)
-                out_structure[:] = [out]
-                return out_leaves
-
-            flat.__name__ = getattr(fn, "__name__", "fn")
-            with below_transforms():
-                examples = [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in tensors]
-                cache[key] = entry = _Compiled(flat, examples, mode, quiet=whole), out_structure
-                if whole and not entry[0].kernel.is_native(members=transformed):
-                    cache[key] = None  # its parts are compiled by themselves
+            with _compiling():
+                if key not in cache:  # nor has another thread put it there meanwhile
+                    cache[key] = entry_of(structure, leaves, tensors, transformed)
         if (entry := cache[key]) is None:
             return fn(*args)
         compiled, out_structure = entry

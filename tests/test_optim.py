@@ -425,6 +425,14 @@ def test_norm_neither_overflows_nor_underflows(size: float) -> None:
         assert_same_bits(clipped, grads)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_clipping_narrow_gradients_keeps_the_digits_of_the_factor(dtype: torch.dtype):
+    grads = [torch.full((100_000,), 6e4).to(dtype)]
+    clipped, norm = clip_global_norm(grads, 0.5)
+    assert_close(clipped[0].double(), torch.full((100_000,), 0.5 / 100_000**0.5, dtype=torch.float64), 2.0**-8)
+    assert norm.dtype == torch.float32
+
+
 def test_norm_of_special_trees() -> None:
     assert global_norm({}) == 0
     assert global_norm({"n": torch.tensor([3])}) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from typing import Any
 
@@ -21,6 +22,8 @@ from frl.optim import adam
 from frl.policies import actor_only
 from frl.scan import scan, scan_shards
 from tests.strategies import assert_trees_close
+from tests.test_grpo import algorithm as grpo_algorithm
+from tests.test_ppo import algorithm as ppo_algorithm
 
 pytestmark = pytest.mark.skipif(not library.has_products(), reason="this build of torch offers no matrix products to C++")
 
@@ -124,7 +127,7 @@ def test_what_cannot_be_one_program_runs_in_parts_and_says_nothing(memory: str):
 
     args = problem(4, 4)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.filterwarnings("error", message="frl")
         got = compiler.whole(solved)(*args)
     assert_trees_close(got, solved(*args), ops=100)
 
@@ -223,3 +226,49 @@ def test_code_that_the_compiler_refuses_is_compiled_as_it_was_generated(monkeypa
     with pytest.warns(RuntimeWarning, match="refused code that frl had made faster"):
         got = compiler.jit(lambda x: torch.where(x > 0.123, x * 3, x.to(torch.float64).exp().to(torch.float32)))(x)
     assert_trees_close(got, torch.where(x > 0.123, x * 3, x.to(torch.float64).exp().to(torch.float32)), ops=10)
+
+
+def test_threads_compile_one_after_the_other_and_leave_inductor_as_it_was():
+    from torch._inductor.codegen.cpp import TilingSelect
+
+    before = TilingSelect._select_tiling_indices
+    functions = [compiler.jit(lambda x, k=k: (x * k).sin().cumsum(0) + torch.exp(x) * k) for k in range(1, 5)]
+    x, found = torch.linspace(-1, 1, 40), {}
+
+    def run(which: list[int]) -> None:
+        for i in which:
+            found.setdefault(i, []).append(functions[i](x))
+
+    threads = [threading.Thread(target=run, args=(which,)) for which in ([0, 1, 2, 3], [3, 2, 1, 0])]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="frl")
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert TilingSelect._select_tiling_indices is before
+    for k, fn in enumerate(functions):
+        assert_trees_close(found[k], [fn.eager(x)] * 2, ops=100)
+
+
+# -- updates -------------------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("name", ["ppo", "grpo"])
+def test_updates_of_many_minibatches_are_the_eager_ones(name: str, threads: int):
+    """Permutations of several epochs are drawn, sorted and read by the same program as the steps."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        make = {"ppo": ppo_algorithm, "grpo": grpo_algorithm}[name]
+        options = {"n_epochs": 3, "num_mini_batches": 4, "normalize": True} if name == "ppo" else {"n_epochs": 3, "batch_size": 10}
+        fast, slow = make(**options, compile_mode="inductor"), make(**options, compile_mode="eager")
+        state = fast.init(rng.key(3))
+        for _ in range(2):
+            state, rollout = fast.collect(state)
+            new = fast.update(state, rollout)
+            assert_trees_close(new, slow.update(state, rollout), ops=5000)
+            state = new
+    finally:
+        torch.set_num_threads(before)

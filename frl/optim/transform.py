@@ -156,8 +156,13 @@ def clip_global_norm(grads: PyTree, max_norm: Tensor | float) -> tuple[PyTree, T
     within = norm + 1e-6 <= limit
     # Down by the scale first: where the norm overflows, limit / norm would be 0. Its inverse is exact, a power of two, unless a leaf is float64.
     factor = limit / (ratio + 1e-6 / scale)
-    down = (lambda x: x / scale) if dtype == torch.float64 else (lambda x: x * (1 / scale).to(x.dtype))
-    return tree.map(lambda x: torch.where(within, x, down(x).to(x.dtype) * factor.to(x.dtype)), grads), norm
+
+    def clipped(x: Tensor) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)  # in which the factor has its digits
+        down = x / scale if dtype == torch.float64 else x.to(wide) * (1 / scale).to(wide)
+        return torch.where(within, x, (down.to(wide) * factor.to(wide)).to(x.dtype))
+
+    return tree.map(clipped, grads), norm
 
 
 def clip_by_global_norm(max_norm: float | None) -> Optimizer:
