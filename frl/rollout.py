@@ -198,15 +198,15 @@ def make_unroll(
         view, by_row, states, xs = compiler.outside(prepare, norm_state, env_state, env_params, noise)
         consts = (params, view, by_row, limits)
         if isinstance(probe, Tensor):
-            width = probe.shape[1] // len(xs)
-            for i, x in enumerate(xs):
-                x["probe"] = probe[:, i * width : (i + 1) * width].movedim(1, -1)
+            # Split, whose derivative joins its parts; that of slices would be a sum of parts with zeros around each.
+            for x, part in zip(xs, probe.split(probe.shape[1] // len(xs), 1), strict=True):
+                x["probe"] = part.movedim(1, -1)
         size = segment_length or length
+        segments = list(zip(*(_segments(x, size) for x in xs), strict=True)) if size < length else [xs]
         parts = []
-        for start in range(0, length, size):
-            if start:
+        for part in segments:
+            if parts:
                 states = [tree.map(compiler.cut, state) for state in states]
-            part = [tree.map(lambda v: v[start : start + size], x) for x in xs] if size < length else xs  # noqa: B023
             if len(xs) > 1:
                 states, ys = zip(*scan_shards(step, consts, states, part, memory=memory, mode=mode), strict=True)
                 y = _join(ys)
@@ -235,6 +235,12 @@ def make_unroll(
         return state._replace(key=env_state.key, steps=env_state.steps + length), trajectory
 
     return unroll
+
+
+def _segments(x: PyTree, size: int) -> list[PyTree]:
+    """Stretches of ``size`` steps."""
+    leaves, structure = tree.flatten(x)
+    return [tree.unflatten(structure, stretch) for stretch in zip(*(leaf.split(size) for leaf in leaves), strict=True)]
 
 
 _SHARD_ROWS = 128  # below this a thread of its own costs more than it brings
