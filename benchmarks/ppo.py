@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--minibatches", type=int, default=4)
     parser.add_argument("--peers", nargs="*", choices=PEERS, help="all by default, for pendulum sb3 alone")
     parser.add_argument("--threads", choices=("auto", "1", "2"), default="auto", help="auto: the better of 1 and 2, for each side by itself")
-    parser.add_argument("--quick", action="store_true", help="3 short rounds instead of 9, one thread: a trial, not a measurement")
+    parser.add_argument("--quick", action="store_true", help="3 short rounds instead of 9: a trial, not a measurement")
     parser.add_argument("--out", help="append the JSON line to this file")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--started", type=float, help=argparse.SUPPRESS)
@@ -59,7 +59,7 @@ def block_seconds(quick: bool) -> float:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Start the workers one after the other, let them work in turns, and put the figures together."""
     conditions = timing.conditions("torch", "frl", "gymnasium")
-    threads = ((1,) if args.quick else (1, 2)) if args.threads == "auto" else (int(args.threads),)
+    threads = (1, 2) if args.threads == "auto" else (int(args.threads),)
     failed: dict[str, str] = {}
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="frl-ppo-")))

@@ -13,6 +13,7 @@ from frl.native.program import C_TYPES, Program, Sym, Unsupported
 from frl.one_operation import vectorised
 
 _MOST_LOOPS = 8  # in one C++ function
+_FAR, _AHEAD = 1 << 18, 2048  # elements of a loop whose memory is fetched ahead, and how far
 GEMM = {torch.float32: ("sgemm_", "float"), torch.float64: ("dgemm_", "double")}
 
 _PREFIX = """
@@ -244,7 +245,8 @@ def source(program: Program, body: list[str], streamed: set[int] | None = None, 
             uses, stores = len(re.findall(rf"\b{target}\b", text)) - 1, len(re.findall(rf"frl_store\(tmp\w+, {target} ", text))
             if target.startswith("out") and uses == stores:
                 text = re.sub(rf"frl_store\((tmp\w+), {target} ", rf"frl_stream(\1, {target} ", text)
-        parts.append(_in_functions("".join(map(_hoisted, _blocks(text)))))
+        blocks = [_prefetched(block) if streamed else block for block in _blocks(text)]
+        parts.append(_in_functions("".join(map(_hoisted, blocks))))
     parts += [
         f"constexpr int frl_threads = {program.threads};",
         "static void run(int64_t length, const Table& f) {",
@@ -258,6 +260,17 @@ def source(program: Program, body: list[str], streamed: set[int] | None = None, 
 def _blocks(kernel: str) -> list[str]:
     """A kernel's head, and each of its loops one after the other."""
     return re.split(r"(?m)^(?=    \{\n)", kernel)
+
+
+def _prefetched(block: str) -> str:
+    """A loop over memory that is in no cache: what it reads next is fetched over the borders of pages, where the processor stops by itself."""
+    loops = re.findall(r"for\(int64_t x0=.*?; x0<static_cast<int64_t>\((\d+)L\)", block)
+    read = sorted(set(re.findall(r"loadu\((\w+_ptr\d+) \+ static_cast<int64_t>\(x0\),", block)))
+    first = re.search(r"\n +auto tmp\d+ =", block)
+    if len(loops) != 1 or "x1" in block or int(loops[0]) < _FAR or not read or first is None:
+        return block
+    fetch = "".join(f"\n__builtin_prefetch({x} + x0 + {_AHEAD});" for x in read)
+    return block[: first.start()] + fetch + block[first.start() :]
 
 
 def _hoisted(block: str) -> str:
