@@ -98,7 +98,7 @@ TRIED = {
     "cold": "the first update eager; one step compiled for any horizon; all graphs captured before the first runs, the C++ compiler in the background; one "
     "precompiled header; random words as one operation",
     "optimizer": "the whole step in one compiled graph; loops over one tensor at a time; what is the same for all elements computed once; memory of old "
-    "results written again; results written past the cache; the norm in one pass",
+    "results written again; results written past the cache and into large pages; memory fetched ahead; the norm in one pass",
     "clip": "clip and statistics inside the compiled step",
     "ppo": "collection and all minibatches compiled; minibatches in parts, a thread each; permutations from keys, sorted by digits; advantages in one pass; "
     "bools read by vectors; the bias added where its product is used; collection and update one program each. Two "
