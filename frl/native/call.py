@@ -128,17 +128,17 @@ class LoopCall:
             inputs = self._inputs(given, k)
             here = [f"(char*)({x}) + {k * self.length * y.nbytes}" for x, y in zip(ys, loop.ys, strict=True)]
             tables.append((self._forward_bases(inputs, memory[k], others, here), self._starts(inputs)))
-            after += self._copies(loop.carry, results[k * n_carry : (k + 1) * n_carry], self._places, memory[k], self.length - 1)
+            after += self._copies(loop.carry, results[k * n_carry : (k + 1) * n_carry], memory[k], self.length - 1)
         return tables, *self._forward_steps(), after
 
-    def _copies(self, carry: Sequence[Sym | None], results: list[str], places: dict[int, tuple[int, int, int]], memory: str, t: int) -> list[str]:
-        """Carries out of the memory of step ``t``; zeros for one that is not there."""
-        lines = []
-        for x, like, result in zip(carry, self.loop.carry if not self.backward else [self.loop.carry[k] for k in self.loop.carry_grads], results, strict=True):
+    def _copies(self, carry: Sequence[Sym | None], results: list[str], memory: str, t: int) -> list[str]:
+        """Carries, or their gradients, out of the memory of step ``t``; zeros for one that is not there."""
+        lines, which = [], self.loop.carry_grads if self.backward else range(len(self.loop.carry))
+        for x, k, result in zip(carry, which, results, strict=True):
             if x is None:
-                lines.append(f"std::memset({result}, 0, {like.nbytes});")
+                lines.append(f"std::memset({result}, 0, {self.loop.carry[k].nbytes});")
             else:
-                offset, step, ring = places[x.storage.index]
+                offset, step, ring = self._places[x.storage.index]
                 lines.append(f"std::memcpy({result}, (char*)({memory}) + {offset + (t % ring if ring else t) * step + x.offset}, {x.nbytes});")
         return lines
 
@@ -154,8 +154,7 @@ class LoopCall:
         forward_steps, forward_rings = self._forward_steps()
         steps, rings = self._steps(side, self._places)
         storages = side.program.storages
-        before = [x for _, x in loop.constants]
-        zeros, constants = others[len(before)], others[len(before) + 1 :]
+        zeros, *constants = others[len(loop.constants) :]
         tables, after = [], []
         for k in range(self.shards):
             inputs = self._inputs(given, k)
@@ -167,7 +166,7 @@ class LoopCall:
                 if s.constant is not None:
                     bases[s.index] = f"(char*)({next(own)})"
                 elif s.input is not None and s.input >= n_saved + n_cts:
-                    bases[s.index] = cts[n_cts + s.input - n_saved - n_cts]
+                    bases[s.index] = cts[s.input - n_saved]
                     steps[s.index] = loop.ys[loop.ct_packs[s.input - n_saved - n_cts]].nbytes
             for index, x, result in zip([i for i in loop.total if i is not None], loop.param_results, params, strict=True):
                 bases[index] = f"(char*)({result}) + {k * x.nbytes}"
@@ -177,7 +176,7 @@ class LoopCall:
             forward = self._forward_bases(inputs, memory[k], others, ["nullptr"] * len(loop.ys))
             tables.append(([*forward, *bases], [*self._starts(inputs), *cts[:n_cts]]))
             n = len(loop.carry_grads)
-            after += self._copies(list(loop.carry_grads.values()), results[k * n : (k + 1) * n], self._places, scratch[k], 0)
+            after += self._copies(list(loop.carry_grads.values()), results[k * n : (k + 1) * n], scratch[k], 0)
         return tables, [*forward_steps, *steps], [*forward_rings, *rings], after
 
 

@@ -20,6 +20,7 @@ from frl.native.program import Outside, Sym, Unsupported
 from frl.one_operation import library
 
 SOURCE = r"""
+#include <atomic>
 #include <cmath>
 #include <csetjmp>
 #include <cstdint>
@@ -66,6 +67,7 @@ extern "C" void frl_mujoco_delete(void* simulator) {
 static thread_local std::jmp_buf* frl_way_out = nullptr;
 static void frl_on_error(const char*) { if (frl_way_out) std::longjmp(*frl_way_out, 1); }
 static void frl_on_warning(const char*) {}
+static std::atomic<int> frl_callers{0};
 
 static bool bounded(const double* x, int64_t n, double bound) {
   for (int64_t i = 0; i < n; ++i) if (!(std::fabs(x[i]) <= bound)) return false;
@@ -102,9 +104,9 @@ template <typename T> static int steps(Simulator& s, const int64_t* numbers, cha
     for (int64_t i = 0; i < rows * s.n.state; ++i) to[i] = from[i];
     return 0;
   }
-  // By itself MuJoCo writes each warning into a file.
-  void (*const heard)(const char*) = *s.f.warn;
-  if (!heard) *s.f.warn = frl_on_warning;
+  // By itself MuJoCo writes each warning into a file. The last caller of several takes our handler away again.
+  ++frl_callers;
+  if (!*s.f.warn) *s.f.warn = frl_on_warning;
   #pragma omp parallel num_threads(s.n.threads) if (s.n.threads > 1 && rows > 1)
   {
     void* const others = s.f.set_error_of_thread ? s.f.error_of_thread() : nullptr;
@@ -127,7 +129,7 @@ template <typename T> static int steps(Simulator& s, const int64_t* numbers, cha
     s.give(d);
     if (s.f.set_error_of_thread) s.f.set_error_of_thread(others);
   }
-  if (!heard) *s.f.warn = nullptr;
+  if (--frl_callers == 0 && *s.f.warn == frl_on_warning) *s.f.warn = nullptr;
   return 0;
 }
 extern "C" int frl_mujoco_step_float(void* s, const int64_t* numbers, char* const* tensors) { return steps<float>(*(Simulator*)s, numbers, tensors); }
